@@ -1,0 +1,40 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint protos eval help
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	@echo "==> setting up $(VENV): a virtual environment with torch, transformers and gRPC (some minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "==> installing the exact versions of constraints.txt"
+	$(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[all,dev]'
+	@touch $@
+	@echo "==> $(VENV) is ready"
+
+demo: $(READY)  ## start the stack on the embedded model, ask about a picture, stop
+	@$(BIN)/python -m scripts.demo
+
+test: $(READY)  ## lint, types, stubs, then every test that is not slow
+	@echo "==> ruff, mypy --strict, stubs against protos"
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python scripts/generate_protos.py --check
+	@echo "==> tests"
+	@$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(READY)  ## the tests that take minutes
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(READY)  ## ruff and mypy alone
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+protos: $(READY)  ## write the stubs from protos/
+	@$(BIN)/python scripts/generate_protos.py
+
+eval: $(READY)  ## score the embedded model through the running stack
+	@$(BIN)/python -m scripts.embedded.evaluate

@@ -1,0 +1,9 @@
+"""The families that can be written, by ``model_type``."""
+
+from __future__ import annotations
+
+from scripts.checkpoints.blueprint import Builder
+from scripts.checkpoints.llama import llama, llava
+from scripts.checkpoints.qwen import qwen2, qwen2_vl
+
+FAMILIES: dict[str, Builder] = {"qwen2_vl": qwen2_vl, "llava": llava, "llama": llama, "qwen2": qwen2}

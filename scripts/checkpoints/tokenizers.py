@@ -1,0 +1,119 @@
+"""Trains the two kinds of tokenizer that the families need, on the built-in corpus.
+
+Both cover all of Unicode: the byte-level one by construction, the SentencePiece-like one by byte fallback. Nothing here
+knows a family; special tokens, classes and templates come from the caller.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AddedToken, Qwen2Tokenizer, TokenizersBackend
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_WORDS
+
+from scripts.checkpoints.corpus import SENTENCES
+
+LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+UNKNOWN, BOS, EOS = "<unk>", "<s>", "</s>"
+
+
+class Pieces(NamedTuple):
+    """A trained BPE model without special tokens."""
+
+    vocab: dict[str, int]
+    merges: list[tuple[str, str]]
+
+
+def byte_level_splitter(words: str) -> pre_tokenizers.PreTokenizer:
+    """Words by a regular expression, then bytes as printable characters."""
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def train(splitter: pre_tokenizers.PreTokenizer, size: int, alphabet: list[str], first: list[str]) -> Pieces:
+    """BPE pieces over the corpus: ``first`` takes the lowest ids, then ``alphabet``, then merges up to ``size``.
+
+    Raises:
+        ValueError: ``size`` leaves no room for merges.
+    """
+    single = len(first) + len(alphabet)
+    if size <= single:
+        raise ValueError(f"vocabulary too small: room for {size} ordinary tokens, of which single ones take {single}")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = splitter
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        special_tokens=first,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(SENTENCES, trainer)
+    model = json.loads(bpe.to_str())["model"]
+    return Pieces(model["vocab"], [(left, right) for left, right in model["merges"]])
+
+
+def train_byte_level(words: str, size: int) -> Pieces:
+    """Pieces of a byte-level BPE whose words are split by the regular expression ``words``."""
+    return train(byte_level_splitter(words), size, sorted(pre_tokenizers.ByteLevel.alphabet()), [])
+
+
+def train_sentencepiece(size: int) -> Pieces:
+    """Pieces as in Llama 2: unknown, BOS, EOS, 256 byte tokens, then characters and merges, ``▁`` for a space."""
+    first = [UNKNOWN, BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = ["▁", *(chr(code) for code in range(0x21, 0x7F))]
+    return train(pre_tokenizers.Metaspace(prepend_scheme="always", split=True), size, alphabet, first)
+
+
+def added(pieces: Pieces, special: list[str]) -> dict[int, AddedToken]:
+    """Special tokens by id, in the order given, right after the ordinary ones."""
+    first = len(pieces.vocab)
+    return {first + i: AddedToken(token, special=True, normalized=False) for i, token in enumerate(special)}
+
+
+def bos_first(bos: str, bpe: Tokenizer) -> processors.PostProcessor:
+    """Puts ``bos`` before every text of a tokenizer that already knows it."""
+    return processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, bpe.token_to_id(bos))]
+    )
+
+
+def qwen2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Qwen2Tokenizer:
+    """A tokenizer of about ``size`` tokens of the kind that every Qwen2 and Qwen3 model uses."""
+    pieces = train_byte_level(QWEN2_WORDS, size - len(special))
+    own: dict[str, Any] = dict(vocab=pieces.vocab, merges=pieces.merges, unk_token=None)
+    return Qwen2Tokenizer(**own, added_tokens_decoder=added(pieces, special), extra_special_tokens=special, **kwargs)
+
+
+def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> TokenizersBackend:
+    """A tokenizer of about ``size`` tokens of Llama 3's kind: byte-level, digits in threes, BOS before every text."""
+    pieces = train_byte_level(LLAMA3_WORDS, size - len(special))
+    bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, ignore_merges=True))
+    bpe.pre_tokenizer = byte_level_splitter(LLAMA3_WORDS)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(list(added(pieces, special).values()))
+    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos, bpe)])
+    return TokenizersBackend(tokenizer_object=bpe, bos_token=bos, clean_up_tokenization_spaces=False, **kwargs)
+
+
+def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> TokenizersBackend:
+    """A tokenizer of about ``size`` tokens of Llama 2's kind: ``▁`` for spaces, byte fallback, BOS first."""
+    pieces = train_sentencepiece(size - len(special))
+    bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    )
+    own = [AddedToken(token, special=True, normalized=False) for token in (UNKNOWN, BOS, EOS)]
+    bpe.add_special_tokens([*own, *added(pieces, special).values()])
+    bpe.post_processor = bos_first(BOS, bpe)
+    return TokenizersBackend(
+        tokenizer_object=bpe,
+        unk_token=UNKNOWN,
+        bos_token=BOS,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        **kwargs,
+    )

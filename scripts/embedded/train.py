@@ -1,0 +1,445 @@
+"""Trains the embedded default model from nothing, on a CPU: ``python -m scripts.embedded.train --help``.
+
+Three lessons decide whether so small a model learns at all (docs/embedded-model.md tells how they were found):
+
+1. the tower first, with dense labels: each patch says the colour, shape and digit under it;
+2. each visual token must say its word through the language model's own output layer, which grounds the words;
+3. then the language model joins with the answers, while the two losses above fade.
+
+One picture carries several question blocks that cannot see each other, so the picture is paid for once. Questions that
+come before their picture, system messages and talk without a picture have batches of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers.models.qwen2_vl.modeling_qwen2_vl as qwen2_vl
+from torch import nn
+from transformers import Qwen2VLForConditionalGeneration
+
+from scripts.embedded import build, pictures, questions
+from scripts.embedded.pictures import CELL, COLOR_NAMES, PATCH, SHAPES, Picture
+
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+CLASSES = (len(COLOR_NAMES) + 1, len(SHAPES) + 1, 11)  # colour, shape, digit; class 0 is background
+IGNORE = -100
+
+
+@dataclass
+class Batch:
+    """Pictures of one size with their question blocks.
+
+    patches ``[pictures * cells * 4, patch_dim]`` float32, labels ``[pictures * cells * 4, 3]``, ids / targets / block
+    ``[pictures, length]``, positions ``[3, pictures, length]``; kinds[i] lists (kind, block) of picture i.
+    """
+
+    grid: tuple[int, int]
+    patches: torch.Tensor
+    labels: torch.Tensor
+    ids: torch.Tensor
+    targets: torch.Tensor
+    block: torch.Tensor
+    positions: torch.Tensor
+    kinds: list[list[tuple[str, int]]]
+
+
+class Encoder:
+    """Turns pictures and questions into batches."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.special = {token: tokenizer.convert_tokens_to_ids(token) for token in build.SPECIAL}
+        self.cache: dict[str, list[int]] = {}
+
+    def text(self, words: str) -> list[int]:
+        if words not in self.cache:
+            self.cache[words] = self.tokenizer(words, add_special_tokens=False)["input_ids"]
+        return self.cache[words]
+
+    def turn(self, role: str) -> list[int]:
+        return [self.special["<|im_start|>"], *self.text(f"{role}\n")]
+
+    @property
+    def end(self) -> list[int]:
+        return [self.special["<|im_end|>"], *self.text("\n")]
+
+    def batch(
+        self, rng: random.Random, samples: list[tuple[Picture | None, list[questions.Triple]]], question_first: bool
+    ) -> Batch:
+        picture = samples[0][0]
+        rows, columns = (picture.labels.shape[0] // CELL, picture.labels.shape[1] // CELL) if picture else (0, 0)
+        lead = self.turn("system") + self.text("You are a helpful assistant.") + self.end if rng.random() < 0.12 else []
+        lead += self.turn("user")
+        vision = [
+            self.special["<|vision_start|>"],
+            *[self.special["<|image_pad|>"]] * (rows * columns),
+            self.special["<|vision_end|>"],
+        ]
+        records = []
+        for _, triples in samples:
+            record = _Record()
+            record.append(lead, None)
+            if picture and not question_first:
+                record.append_picture(vision, rows, columns)
+            for number, (kind, question, answer) in enumerate(triples, 1):
+                record.fork(number)
+                record.append(self.text(question), None)
+                if picture and question_first:
+                    record.append_picture(vision, rows, columns)
+                record.append(self.end + self.turn("assistant"), None)
+                record.append([*self.text(answer), self.special["<|im_end|>"]], "target")
+                record.kinds.append((kind, number))
+            records.append(record)
+        return self.collate(records, [p for p, _ in samples if p], (rows, columns))
+
+    def collate(self, records: list[_Record], shown: list[Picture], grid: tuple[int, int]) -> Batch:
+        length = max(len(r.ids) for r in records)
+        ids = np.zeros((len(records), length), np.int64)
+        targets = np.full_like(ids, IGNORE)
+        block = np.full_like(ids, -1)
+        positions = np.zeros((3, *ids.shape), np.int64)
+        for i, r in enumerate(records):
+            n = len(r.ids)
+            ids[i, :n], targets[i, :n], block[i, :n], positions[:, i, :n] = r.ids, r.targets, r.block, np.array(r.positions).T
+        patches = np.concatenate([patchify(p) for p in shown]) if shown else np.zeros((0, 6 * PATCH * PATCH), np.float32)
+        labels = np.concatenate([patch_labels(p) for p in shown]) if shown else np.zeros((0, 3), np.int64)
+        tensors = (torch.from_numpy(x) for x in (patches, labels, ids, targets, block, positions))
+        return Batch(grid, *tensors, [r.kinds for r in records])
+
+
+class _Record:
+    """One row under construction: a shared prefix (block 0), then blocks that restart behind it."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.targets: list[int] = []
+        self.block: list[int] = []
+        self.positions: list[tuple[int, int, int]] = []
+        self.kinds: list[tuple[str, int]] = []
+        self.next = self.prefix_next = self.current = 0
+
+    def fork(self, number: int) -> None:
+        if number == 1:
+            self.prefix_next = self.next
+        self.next, self.current = self.prefix_next, number
+
+    def append(self, ids: list[int], role: str | None) -> None:
+        self.ids += ids
+        self.targets += ids if role == "target" else [IGNORE] * len(ids)
+        self.block += [self.current] * len(ids)
+        self.positions += [(p, p, p) for p in range(self.next, self.next + len(ids))]
+        self.next += len(ids)
+
+    def append_picture(self, vision: list[int], rows: int, columns: int) -> None:
+        self.append(vision[:1], None)
+        start = self.next
+        self.ids += vision[1:-1]
+        self.targets += [IGNORE] * (rows * columns)
+        self.block += [self.current] * (rows * columns)
+        self.positions += [(start, start + r, start + c) for r in range(rows) for c in range(columns)]
+        self.next = start + max(rows, columns)
+        self.append(vision[-1:], None)
+
+
+def merged_order(a: np.ndarray) -> np.ndarray:
+    """``[height, width, ...]`` in patches to Qwen2-VL's order: 2 x 2 patches of one cell stand together."""
+    rows, columns = a.shape[0] // 2, a.shape[1] // 2
+    return a.reshape(rows, 2, columns, 2, *a.shape[2:]).swapaxes(1, 2).reshape(4 * rows * columns, *a.shape[2:])
+
+
+def patchify(picture: Picture) -> np.ndarray:
+    """``[patches, 3 * 2 * 8 * 8]``: what the processor makes of a picture that already has a serving size."""
+    pixels = (np.asarray(picture.image, np.float32) / 255 - MEAN) / STD  # [height, width, 3]
+    h, w = pixels.shape[0] // PATCH, pixels.shape[1] // PATCH
+    cells = merged_order(pixels.reshape(h, PATCH, w, PATCH, 3).transpose(0, 2, 4, 1, 3))  # [patches, 3, 8, 8]
+    return np.repeat(cells[:, :, None], 2, axis=2).reshape(len(cells), -1)
+
+
+def patch_labels(picture: Picture) -> np.ndarray:
+    """``[patches, 3]``: the colour, shape and digit class that covers most of each patch; ignored where unknown."""
+    things = picture.things
+    if picture.number is None:
+        table = [(0, 0, 0)] + [(COLOR_NAMES.index(t.color) + 1, SHAPES.index(t.shape) + 1, 0) for t in things]
+    else:
+        color = IGNORE if picture.number_color is None else COLOR_NAMES.index(picture.number_color) + 1
+        table = [(0, 0, 0)] + [(color, 0, int(digit) + 1) for digit in picture.number]
+    h, w = picture.labels.shape[0] // PATCH, picture.labels.shape[1] // PATCH
+    cells = merged_order(picture.labels.reshape(h, PATCH, w, PATCH).swapaxes(1, 2)).reshape(h * w, -1)
+    counts = np.stack([(cells == i).sum(1) for i in range(len(table))], 1)
+    counts[:, 0] = np.minimum(counts[:, 0], PATCH * PATCH * 3 // 4)  # a quarter of a patch is enough to count as ink
+    return np.array(table, np.int64)[counts.argmax(1)]
+
+
+class Trainer:
+    """Model, label heads and losses."""
+
+    def __init__(self, model: Qwen2VLForConditionalGeneration, encoder: Encoder) -> None:
+        self.model, self.encoder = model, encoder
+        self.heads = nn.Linear(model.config.vision_config.embed_dim, sum(CLASSES))
+        first = lambda words: encoder.text(words)[0]  # noqa: E731
+        both = lambda word: [first(word), first(" " + word)]  # noqa: E731
+        self.words = [
+            torch.tensor([[0, 0]] + [both(c) for c in COLOR_NAMES]),
+            torch.tensor([[0, 0]] + [both(s) for s in SHAPES]),
+            torch.tensor([[0, 0]] + [[first(str(d))] * 2 for d in range(10)]),
+        ]
+        self.accuracy = [0.0, 0.0, 0.0]
+
+    def dense_loss(self, patches: torch.Tensor, merged: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Patches ``[n, vision_hidden]`` name their classes; cells ``[n / 4, hidden]`` say their words."""
+        logits = self.heads(F.layer_norm(patches, patches.shape[-1:])).split(CLASSES, -1)
+        loss = patches.new_zeros(())
+        for k, (logit, size) in enumerate(zip(logits, CLASSES, strict=True)):
+            weight = torch.tensor([0.3] + [1.0] * (size - 1))
+            if (labels[:, k] >= 0).any():
+                loss = loss + F.cross_entropy(logit, labels[:, k], weight, ignore_index=IGNORE)
+            ink = labels[:, k] > 0
+            if ink.any():
+                right = (logit.argmax(-1) == labels[:, k])[ink].float().mean().item()
+                self.accuracy[k] = 0.97 * self.accuracy[k] + 0.03 * right
+        cells = labels.view(-1, 4, 3)
+        wanted = torch.zeros(len(cells), self.model.lm_head.weight.shape[0])
+        for k, table in enumerate(self.words):
+            for corner in range(4):
+                label = cells[:, corner, k].clamp(min=0)
+                for spelling in range(2):
+                    wanted.scatter_add_(1, table[label][:, spelling : spelling + 1], (label > 0).float()[:, None])
+        total = wanted.sum(1, keepdim=True)
+        ink = total[:, 0] > 0
+        if ink.any():
+            said = F.linear(self.model.model.language_model.norm(merged[ink]), self.model.lm_head.weight)
+            loss = loss - 0.3 * (wanted[ink] / total[ink] * F.log_softmax(said, -1)).sum(-1).mean()
+        return loss
+
+    def forward(self, batch: Batch, language: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Answer loss, dense loss and ``[answer_tokens]`` of which were right; zeros where there is nothing to do."""
+        zero = torch.zeros(())
+        rows, columns = batch.grid
+        language_model = self.model.model.language_model
+        embeds = language_model.embed_tokens(batch.ids)
+        dense = zero
+        if rows:
+            grids = torch.tensor([[1, 2 * rows, 2 * columns]] * len(batch.ids))
+            seen = self.model.model.visual(batch.patches, grid_thw=grids, return_dict=True)
+            dense = self.dense_loss(seen.last_hidden_state, seen.pooler_output, batch.labels)
+            if not language:
+                return zero, dense, zero
+            mask = batch.ids == self.encoder.special["<|image_pad|>"]
+            if int(mask.sum()) != len(seen.pooler_output):  # one picture behind several questions: repeat its cells
+                per = mask.sum(1) // (rows * columns)
+                cells = seen.pooler_output.view(len(batch.ids), rows * columns, -1)
+                seen.pooler_output = torch.cat([c.repeat(int(n), 1) for c, n in zip(cells, per, strict=True)])
+            embeds = embeds.masked_scatter(mask.unsqueeze(-1), seen.pooler_output)
+        length, block = embeds.shape[1], batch.block
+        visible = torch.ones(length, length, dtype=torch.bool).tril() & (
+            (block[:, None, :] == 0) | (block[:, :, None] == block[:, None, :])
+        )
+        mask = {"full_attention": visible[:, None]}
+        hidden = language_model(inputs_embeds=embeds, position_ids=batch.positions, attention_mask=mask,
+                                use_cache=False).last_hidden_state  # fmt: skip
+        wanted = batch.targets[:, 1:]
+        chosen = wanted != IGNORE
+        logits = F.linear(hidden[:, :-1][chosen], self.model.lm_head.weight)
+        return F.cross_entropy(logits, wanted[chosen]), dense, logits.argmax(-1) == wanted[chosen]
+
+    @torch.no_grad()
+    def evaluate(self, seed: int, per_kind: int) -> dict[str, tuple[float, int]]:
+        """Share of answers right to the last token, by kind, on fresh pictures; held-out fonts and writers."""
+        rng, right, asked = random.Random(seed), defaultdict(int), defaultdict(int)
+        for round_number in range(per_kind):
+            for batch in (self.encoder.batch(rng, s, False) for s in held_out_samples(rng, round_number)):
+                _, _, good = self.forward(batch, True)
+                all_good = torch.ones_like(batch.targets[:, 1:], dtype=torch.bool)
+                all_good[batch.targets[:, 1:] != IGNORE] = good
+                for i, kinds in enumerate(batch.kinds):
+                    for kind, number in kinds:
+                        asked[kind] += 1
+                        right[kind] += bool(all_good[i][batch.block[i, 1:] == number].all())
+        return {kind: (round(right[kind] / asked[kind], 3), asked[kind]) for kind in sorted(asked)}
+
+
+def held_out_samples(rng: random.Random, round_number: int):
+    scenes = [pictures.scene(rng, *(grid := pictures.SCENE_GRIDS[round_number % len(pictures.SCENE_GRIDS)])) for _ in range(24)]
+    assert grid
+    easy = [pictures.scene(rng, 4, 4, easy=True) for _ in range(24)]
+    digits = 1 + round_number % 3
+    numbers = [
+        pictures.number(rng, *pictures.NUMBER_GRIDS[digits][round_number // 3 % 4], digits, held_out=True) for _ in range(24)
+    ]
+    images, targets = pictures.handwritten_digits()
+    written = []
+    for index in rng.sample(range(pictures.HANDWRITTEN_TRAINING, len(images)), 24):
+        image = pictures.Image.fromarray(images[index], "L").convert("RGB").resize((32, 32), pictures.Image.Resampling.BICUBIC)
+        written.append(Picture(image, np.ones((32, 32), np.uint8), number=str(targets[index]), handwritten=True))
+    for group, prefix in ((scenes, ""), (easy, "easy_"), (numbers, ""), (written, "")):
+        yield [(p, [(prefix + kind, q, a) for kind, q, a in questions.ask(rng, p)]) for p in group]
+
+
+def training_samples(
+    rng: random.Random, size: int, language: bool
+) -> tuple[list[tuple[Picture | None, list[questions.Triple]]], bool]:
+    """A batch's worth of pictures of one size with questions; the second value says that questions come first."""
+    question_first = language and rng.random() < 0.12
+    if language and rng.random() < 0.03:
+        return [(None, [("chat", *questions.chat(rng)) for _ in range(4)]) for _ in range(size)], False
+    draw = rng.random()
+    if draw < 0.40:
+        grid = rng.choice(pictures.SCENE_GRIDS)
+        shown = [pictures.scene(rng, *grid) for _ in range(size)]
+    elif draw < 0.60:
+        shown = [pictures.easy_vqa(rng) if rng.random() < 0.5 else pictures.scene(rng, 4, 4, easy=True) for _ in range(size)]
+    elif draw < 0.85:
+        digits = rng.choice([1, 1, 2, 3])
+        grid = rng.choice(pictures.NUMBER_GRIDS[digits])
+        shown = [pictures.number(rng, *grid, digits) for _ in range(size)]
+    else:
+        shown = [pictures.handwritten(rng) for _ in range(2 * size)]
+    limit = 2 if question_first else 6
+    return [(p, questions.ask(rng, p)[:limit] if language else []) for p in shown], question_first
+
+
+def batched_attention(self, hidden_states, cu_seqlens, position_embeddings=None, **_):
+    """The tower's attention for pictures of one size: one batched call where the stock code loops over pictures."""
+    n, count = hidden_states.shape[0], len(cu_seqlens) - 1
+    q, k, v = self.qkv(hidden_states).view(n, 3, self.num_heads, -1).unbind(1)
+    q, k = qwen2_vl.apply_rotary_pos_emb_vision(q, k, *position_embeddings)
+    q, k, v = (t.reshape(count, n // count, self.num_heads, -1).transpose(1, 2) for t in (q, k, v))
+    return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, -1))
+
+
+def linear_patches(self, patches):
+    """The patch convolution as the matrix product that it is."""
+    return F.linear(patches, self.proj.weight.view(self.embed_dim, -1))
+
+
+def rate(step: int, args: argparse.Namespace) -> float:
+    """Warm-up, constant, then linear to a fiftieth over the last part."""
+    decay_from = args.steps * (1 - args.decay)
+    fade = 1.0 if step < decay_from else max(0.02, (args.steps - step) / (args.steps - decay_from))
+    return args.rate * min(1.0, (step + 1) / 100) * fade
+
+
+def save(
+    out: Path, trainer: Trainer, average: dict[str, torch.Tensor], optimizer, step: int, log: list, dtype=torch.float32
+) -> None:
+    """The averaged weights as a checkpoint, and what ``--resume`` needs."""
+    live = {k: v.detach().clone() for k, v in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(average)
+    (trainer.model if dtype == torch.float32 else trainer.model.to(dtype)).save_pretrained(out)
+    trainer.model.to(torch.float32).load_state_dict(live)
+    trainer.encoder.tokenizer.save_pretrained(out)
+    state = {
+        "live": live,
+        "average": average,
+        "heads": trainer.heads.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+    }
+    torch.save(state, out / "resume.pt.tmp")
+    (out / "resume.pt.tmp").rename(out / "resume.pt")
+    (out / "training_log.json").write_text(json.dumps(log, indent=1))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: python -m scripts.embedded.train --out build/embedded --steps 9000 --threads 1",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint, the log and resume.pt")
+    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--tower-steps", type=int, default=1500, help="steps with dense labels only")
+    parser.add_argument("--batch", type=int, default=24, help="pictures a step")
+    parser.add_argument("--rate", type=float, default=1.5e-3)
+    parser.add_argument("--decay", type=float, default=0.4, help="share of the steps, at the end, over which the rate falls")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="go on from OUT/resume.pt; --steps may differ")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    qwen2_vl.VisionAttention.forward = batched_attention
+    qwen2_vl.PatchEmbed.forward = linear_patches
+    tokenizer = build.build_tokenizer()
+    model = build.build_model(tokenizer, args.seed).train()
+    args.out.mkdir(parents=True, exist_ok=True)
+    build.save_processor(tokenizer, args.out)
+    trainer = Trainer(model, Encoder(tokenizer))
+    parameters = [*model.parameters(), *trainer.heads.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.05},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=args.rate, betas=(0.9, 0.97), fused=True)
+    average = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    first, log = 0, []
+    if args.resume:
+        state = torch.load(args.out / "resume.pt", weights_only=True)
+        model.load_state_dict(state["live"])
+        trainer.heads.load_state_dict(state["heads"])
+        optimizer.load_state_dict(state["optimizer"])
+        average, first = state["average"], state["step"]
+        log = json.loads((args.out / "training_log.json").read_text())
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}, steps {first}..{args.steps}",
+        flush=True,
+    )
+    started, smooth, said, saved = time.time(), [0.0, 0.0, 0.0], time.time(), time.time()
+    for step in range(first, args.steps):
+        language = step >= args.tower_steps
+        rng = random.Random(args.seed * 1_000_003 + step)
+        samples, question_first = training_samples(rng, args.batch, language)
+        batch = trainer.encoder.batch(rng, samples, question_first)
+        answer, dense, good = trainer.forward(batch, language)
+        progress = step / args.steps
+        loss = answer + (0.5 * (1 - progress) if language else 1.0) * dense
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, args)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        keep = min(0.998, (step - first + 1) / (step - first + 20)) if not args.resume else 0.998
+        with torch.no_grad():
+            for name, value in model.state_dict().items():
+                average[name].lerp_(value, 1 - keep)
+        smooth = [
+            0.98 * s + 0.02 * v
+            for s, v in zip(smooth, (float(answer.detach()), float(dense.detach()), float(good.float().mean())), strict=True)
+        ]
+        if time.time() - said > 20:
+            said, done = time.time(), step + 1 - first
+            left = (args.steps - step - 1) * (said - started) / done / 60
+            print(f"step {step + 1}/{args.steps}  answers {smooth[0]:.3f} ({smooth[2]:.3f} of tokens right)  "
+                  f"dense {smooth[1]:.3f}  "
+                  f"patches colour/shape/digit {' '.join(f'{a:.2f}' for a in trainer.accuracy)}  "
+                  f"{(said - started) / done:.2f} s a step, {left:.0f} min left", flush=True)  # fmt: skip
+        last = step + 1 == args.steps
+        if last or time.time() - saved > 400:
+            save(args.out, trainer, average, optimizer, step + 1, log, torch.bfloat16 if last else torch.float32)
+            saved = time.time()
+            if language:
+                live = {k: v.detach().clone() for k, v in model.state_dict().items()}
+                model.load_state_dict(average)
+                scores = trainer.evaluate(1234, 36 if last else 9)
+                model.load_state_dict(live)
+                log.append({"step": step + 1, "minutes": round((time.time() - started) / 60, 1), "held_out": scores})
+                (args.out / "training_log.json").write_text(json.dumps(log, indent=1))
+                print("held out:", "  ".join(f"{kind} {score:.2f}" for kind, (score, _) in scores.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

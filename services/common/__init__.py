@@ -1,0 +1,1 @@
+"""What every service shares: configuration, errors, logs, health, drain, channels. Knows nothing of models; no torch."""

@@ -1,0 +1,144 @@
+"""The one server interceptor: request ids, the drain gate, error mapping and a count of calls in flight.
+
+Servicers and everything below them raise; this is the only place that sets a status. An exception that nobody foresaw
+becomes INTERNAL with an opaque text and the request id; its traceback goes to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, cast
+
+import grpc
+
+from services.common import logs
+from services.common.errors import ServiceError, unavailable
+
+logger = logging.getLogger(__name__)
+REQUEST_ID_HEADER = "x-request-id"
+MAX_REQUEST_ID = 128
+# Answered even while draining, and not counted as work in flight.
+_ALWAYS = ("/grpc.health.v1.", "/grpc.reflection.")
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler of a server.
+
+    Attributes:
+        in_flight: calls being answered, health and reflection aside.
+        draining: when true, new calls are refused with UNAVAILABLE.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(_ALWAYS):
+            return handler
+        if handler.unary_stream is not None:
+            streaming = cast(Callable[..., AsyncIterator[Any]], handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler(
+                self._streaming(method, streaming), handler.request_deserializer, handler.response_serializer
+            )
+        assert handler.unary_unary is not None, f"{method}: client streaming has no wrapper yet"
+        return grpc.unary_unary_rpc_method_handler(
+            self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
+        )
+
+    def _unary(self, method: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            async with _Call(self, method, context) as call:
+                try:
+                    return await handler(request, context)
+                except (Exception, asyncio.CancelledError) as error:
+                    await call.fail(error)
+
+        return wrapped
+
+    def _streaming(self, method: str, handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            async with _Call(self, method, context) as call:
+                stream = handler(request, context)
+                try:
+                    async for response in stream:
+                        yield response
+                except (Exception, asyncio.CancelledError) as error:
+                    await call.fail(error)
+                finally:
+                    await stream.aclose()  # type: ignore[attr-defined]  # a handler parked at yield learns of a cancel only here
+
+        return wrapped
+
+
+class _Call:
+    """One call: sets the request id, counts it, logs how it ended."""
+
+    def __init__(self, owner: ServiceInterceptor, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.owner, self.method, self.context = owner, method, context
+        self.outcome = "OK"
+
+    async def __aenter__(self) -> _Call:
+        given = dict(self.context.invocation_metadata() or ()).get(REQUEST_ID_HEADER, "")
+        self.request_id = clean_request_id(given if isinstance(given, str) else "")
+        logs.request_id.set(self.request_id)
+        self.started = time.monotonic()
+        if self.owner.draining:
+            error = unavailable("the service is shutting down; send the request to another replica or try again")
+            await self._abort(error)
+        self.owner.in_flight += 1
+        self.owner.idle.clear()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.owner.in_flight -= 1
+        if self.owner.in_flight == 0:
+            self.owner.idle.set()
+        if isinstance(error, GeneratorExit):
+            self.outcome = "CANCELLED"
+        level = logging.DEBUG if self.method.endswith("/GetLoad") else logging.INFO
+        seconds = round(time.monotonic() - self.started, 4)
+        logs.event(logger, "call", level, method=self.method, outcome=self.outcome, seconds=seconds)
+
+    async def fail(self, error: BaseException) -> NoReturn:
+        """End the call with the status that ``error`` stands for."""
+        if isinstance(error, grpc.aio.AbortError):
+            self.outcome = "ABORTED"
+            raise error
+        if isinstance(error, asyncio.CancelledError):
+            self.outcome = "CANCELLED"
+            raise error
+        if isinstance(error, TimeoutError):
+            error = ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed; allow it more time")
+        if not isinstance(error, ServiceError):
+            logger.error("unexpected error", exc_info=error, extra={"fields": {"method": self.method}})
+            error = ServiceError(
+                grpc.StatusCode.INTERNAL, f"internal error; the log has the details under request id {self.request_id}"
+            )
+        await self._abort(error)
+
+    async def _abort(self, error: ServiceError) -> NoReturn:
+        self.outcome = error.code.name
+        details = error.to_proto(self.request_id).SerializeToString()
+        trailer = ((REQUEST_ID_HEADER, self.request_id), ("grpc-status-details-bin", details))
+        await self.context.abort(error.code, error.message, trailer)
+        raise AssertionError("abort returned")
+
+
+def clean_request_id(given: str) -> str:
+    """The caller's id where it is short and printable, else a new one."""
+    if 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex

@@ -1,0 +1,128 @@
+"""Runs one gRPC service in a process: uvloop, health, reflection, metrics, and a graceful end on SIGTERM or SIGINT.
+
+Health follows grpc.health.v1: "" is liveness, the service's full name is readiness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+import prometheus_client
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.common import logs
+from services.common.channel import MESSAGE_OPTIONS
+from services.common.config import ServiceConfig
+from services.common.interceptor import ServiceInterceptor
+
+logger = logging.getLogger(__name__)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# Clients ping every 30 s; without the first option the server calls that abuse and closes the connection.
+_SERVER_OPTIONS = [
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+    *MESSAGE_OPTIONS,
+]
+
+
+class Readiness:
+    """Lets a service say whether it can serve; what the health service reports."""
+
+    def __init__(self, servicer: health.aio.HealthServicer, name: str) -> None:
+        self._servicer, self._name = servicer, name
+        self.ready = False
+
+    async def set(self, ready: bool) -> None:
+        """Report SERVING or NOT_SERVING under the service's full name."""
+        if ready != self.ready:
+            logs.event(logger, "ready" if ready else "not ready")
+        self.ready = ready
+        await self._servicer.set(self._name, SERVING if ready else NOT_SERVING)
+
+
+class Service(Protocol):
+    """What :func:`serve` runs."""
+
+    name: str  # full gRPC name, such as triptych.llm.v1.LlmService
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicer to the server."""
+
+    async def start(self, readiness: Readiness, address: str) -> None:
+        """Called once the server listens on ``address`` (host:port); set readiness when it can serve."""
+
+    async def stop(self) -> None:
+        """Called after the last call ended; free everything."""
+
+
+def serve(service_name: str, config: ServiceConfig, build: Callable[[], Service]) -> None:
+    """Run until SIGTERM or SIGINT, then drain and return; the process should exit with code 0.
+
+    Args:
+        service_name: short name for the logs, such as "encoder".
+        config: where to listen.
+        build: makes the service inside the event loop, loading what it needs; an exception ends the process with code 1.
+    """
+    logs.configure(service_name, config.log_level)
+    uvloop.run(_serve(config, build))
+
+
+async def _serve(config: ServiceConfig, build: Callable[[], Service]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    service = build()
+    interceptor = ServiceInterceptor()
+    server = grpc.aio.server(interceptors=[interceptor], options=_SERVER_OPTIONS)
+    service.register(server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((service.name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    await health_servicer.set("", SERVING)
+    readiness = Readiness(health_servicer, service.name)
+    await readiness.set(False)
+    port = _bind(server, config)
+    await server.start()
+    address = f"{config.host}:{port}"
+    if config.metrics_port:
+        prometheus_client.start_http_server(config.metrics_port, config.host)
+    await service.start(readiness, address)
+    logs.event(logger, "serving", address=address, pid=os.getpid())
+    await stop.wait()
+    await drain(server, interceptor, readiness, config.grace_seconds)
+    await service.stop()
+    logs.event(logger, "stopped")
+
+
+async def drain(server: grpc.aio.Server, interceptor: ServiceInterceptor, readiness: Readiness, grace: float) -> None:
+    """Refuse new calls, let running ones finish within ``grace`` seconds, then end what is left."""
+    logs.event(logger, "draining", in_flight=interceptor.in_flight, grace_seconds=grace)
+    interceptor.draining = True
+    await readiness.set(False)
+    try:
+        await asyncio.wait_for(interceptor.idle.wait(), grace)
+    except TimeoutError:
+        logs.event(logger, "grace period over", logging.WARNING, in_flight=interceptor.in_flight)
+    # Watchers of health and reflection streams never end by themselves.
+    await server.stop(0)
+
+
+def _bind(server: grpc.aio.Server, config: ServiceConfig) -> int:
+    try:
+        return server.add_insecure_port(f"{config.host}:{config.port}")
+    except RuntimeError as error:
+        raise SystemExit(
+            f"cannot listen on {config.host}:{config.port}: the port is taken, or the address is not "
+            "this machine's; choose another --port"
+        ) from error

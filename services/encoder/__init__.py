@@ -1,0 +1,1 @@
+"""The encoder service: turns media into projected embeddings and streams them. Knows nothing of prompts or of text."""

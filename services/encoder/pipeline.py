@@ -1,0 +1,134 @@
+"""The way of one item: decode and preprocess in a thread, towers in a batch, rows into the store.
+
+An item that fails does so alone, with an error that a client may see. Knows nothing of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import grpc
+
+from services.common import logs
+from services.common.errors import ServiceError
+from services.encoder import metrics
+from services.encoder.batcher import Batcher
+from services.encoder.features import Features
+from services.encoder.preprocess import Prepared
+from services.encoder.store import Done, Entry, Header, Store
+from services.models.media import Grid, Modality
+
+logger = logging.getLogger(__name__)
+Prepare = Callable[[bytes, str], Prepared]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the gateway expects of an item.
+
+    Attributes:
+        modality: what the item is.
+        field: the part's path in the client's request, for errors.
+        rows: rows that it reserved.
+        grid: how they are arranged, where it said so.
+    """
+
+    modality: Modality
+    field: str
+    rows: int
+    grid: Grid | None
+
+
+class Pipeline:
+    """Turns submitted items into rows in ``store``.
+
+    Args:
+        store: where the rows go.
+        batcher: runs the towers.
+        prepare: decodes and preprocesses (bytes, field); called in threads.
+        decode_threads: how many of them.
+    """
+
+    def __init__(self, store: Store, batcher: Batcher, prepare: Prepare, decode_threads: int) -> None:
+        self._store = store
+        self._batcher = batcher
+        self._prepare = prepare
+        self._decoders = asyncio.Semaphore(decode_threads)
+        self._threads = ThreadPoolExecutor(decode_threads, "decode")
+
+    def submit(self, planned: Planned, data: bytes) -> str:
+        """Start on an item and return its ref at once; the media is let go of as soon as it is decoded."""
+        entry = self._store.add(len(data))
+        entry.work = asyncio.create_task(self._run(entry, planned, data), name=f"encode {entry.ref_id}")
+        return entry.ref_id
+
+    async def stop(self) -> None:
+        """Drop all items and end the threads."""
+        self._store.clear()
+        await self._batcher.stop()
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    async def _run(self, entry: Entry, planned: Planned, data: bytes) -> None:
+        outcome = "failed"
+        try:
+            submitted = time.perf_counter()
+            async with self._decoders:
+                await self._batcher.room()
+                prepared = await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, data, planned.field)
+            del data
+            self._store.hold(entry, prepared.nbytes)
+            preprocessed = time.perf_counter()
+            features = await self._batcher.encode(prepared)
+            grid = prepared.grid
+            del prepared
+            done = Done(preprocessed - submitted, time.perf_counter() - preprocessed)
+            _check_plan(planned, features, grid)
+            self._store.open(entry, _header(features, grid))
+            self._store.append(entry, features)
+            self._store.finish(entry, done)
+            outcome = "encoded"
+            metrics.stage_seconds.labels("preprocess").observe(done.preprocess_seconds)
+            metrics.stage_seconds.labels("encode").observe(done.encode_seconds)
+            logs.event(logger, "encoded", logging.DEBUG, rows=planned.rows, **asdict(done))
+        except asyncio.CancelledError:
+            outcome = "dropped"
+            raise
+        except ServiceError as error:
+            logs.event(logger, "item failed", code=error.code.name, reason=error.reason)
+            self._store.fail(entry, error)
+        except Exception as error:
+            logger.error("unexpected error", exc_info=error)
+            text = f"internal error; the encoder's log has the details under request id {logs.request_id.get()}"
+            self._store.fail(entry, ServiceError(grpc.StatusCode.INTERNAL, text))
+        finally:
+            metrics.items.labels(outcome).inc()
+
+
+def _check_plan(planned: Planned, features: Features, grid: Grid) -> None:
+    """Raise INTERNAL where the rows or their grid are not those that the prompt was laid out with."""
+    rows = features[0].shape[0]
+    if rows == planned.rows and planned.grid in (None, grid):
+        return
+    metrics.estimate_mismatch.inc()
+    metadata: dict[str, object] = {"planned": planned.rows, "actual": rows}
+    text = f"{planned.rows} rows were planned for this {planned.modality.word} and it has {rows}"
+    if planned.grid is not None and planned.grid != grid:
+        metadata |= {"planned_grid": _text(planned.grid), "actual_grid": _text(grid)}
+        text += f"; its grid was planned as {_text(planned.grid)} and is {_text(grid)}"
+    raise ServiceError(
+        grpc.StatusCode.INTERNAL, f"{text}; please report this with the file", field=planned.field, reason="ESTIMATE_MISMATCH",
+        metadata=metadata,
+    )  # fmt: skip
+
+
+def _text(grid: Grid) -> str:
+    return f"{grid.t}x{grid.h}x{grid.w}"
+
+
+def _header(features: Features, grid: Grid) -> Header:
+    return Header(features[0].shape[0], grid, tuple((rows.shape[1], rows.dtype) for rows in features))

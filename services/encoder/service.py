@@ -1,0 +1,78 @@
+"""Puts the encoder together; what :func:`services.common.server.serve` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import grpc
+import torch
+from PIL import Image
+
+from services.common import logs
+from services.common.server import Readiness
+from services.encoder.batcher import Batcher
+from services.encoder.config import EncoderConfig
+from services.encoder.decode import decode_image
+from services.encoder.pipeline import Pipeline
+from services.encoder.preprocess import ImagePreprocessor, Prepared
+from services.encoder.servicer import EncoderServicer
+from services.encoder.store import Store
+from services.encoder.towers import Towers
+from services.models.checkpoint import open_checkpoint
+from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
+
+logger = logging.getLogger(__name__)
+WARM_UP_SIZE = (64, 64)
+
+
+class EncoderService:
+    """The encoder half of one checkpoint. A checkpoint that takes no media is served too: it refuses every item.
+
+    Raises:
+        UnsupportedModel: the checkpoint cannot be served.
+    """
+
+    name = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
+
+    def __init__(self, config: EncoderConfig) -> None:
+        self._config = config
+        self._checkpoint = open_checkpoint(config.model)
+        self._store = Store(config.lease_seconds)
+        self._servicer = EncoderServicer(self._checkpoint, config, self._store)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(self._servicer, server)
+
+    async def start(self, readiness: Readiness, address: str) -> None:
+        if self._config.threads:
+            torch.set_num_threads(self._config.threads)
+        if self._checkpoint.family.modalities:
+            started = time.perf_counter()
+            preprocessor, towers = await asyncio.to_thread(self._load)
+            self._servicer.pipeline = self._pipeline(preprocessor, towers)
+            self._servicer.parameter_bytes = towers.parameter_bytes
+            seconds = round(time.perf_counter() - started, 3)
+            logs.event(logger, "loaded", model=self._checkpoint.name, parameter_bytes=towers.parameter_bytes, seconds=seconds)
+        else:
+            logs.event(logger, "nothing to load, the model takes no media", model=self._checkpoint.name)
+        await readiness.set(True)
+
+    async def stop(self) -> None:
+        if self._servicer.pipeline is not None:
+            await self._servicer.pipeline.stop()
+
+    def _load(self) -> tuple[ImagePreprocessor, Towers]:
+        """Load both, and encode one blank picture: what cannot work fails here and not at the first request."""
+        preprocessor = ImagePreprocessor(self._checkpoint)
+        towers = Towers(self._checkpoint, self._config.dtype, self._config.device)
+        towers.encode([preprocessor(Image.new("RGB", WARM_UP_SIZE))])
+        return preprocessor, towers
+
+    def _pipeline(self, preprocessor: ImagePreprocessor, towers: Towers) -> Pipeline:
+        def prepare(data: bytes, field: str) -> Prepared:
+            return preprocessor(decode_image(data, field, self._config.max_pixels, preprocessor.check_size))
+
+        batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
+        return Pipeline(self._store, batcher, prepare, self._config.decode_threads)

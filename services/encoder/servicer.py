@@ -1,0 +1,140 @@
+"""Messages to calls and back; decides nothing but what a request may say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from services.common import logs
+from services.common.errors import ServiceError, invalid, unavailable
+from services.common.interceptor import clean_request_id
+from services.encoder.config import EncoderConfig
+from services.encoder.pipeline import Pipeline, Planned
+from services.encoder.reader import Event, Rows, read
+from services.encoder.store import Done, Header, Store
+from services.models.checkpoint import Checkpoint
+from services.models.media import Grid, Modality
+from services.models.wire import to_chunk, wire_dtype
+from triptych.common.v1 import media_pb2
+from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
+
+DEFAULT_CHUNK_BYTES = 512 * 1024
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
+    """Answers for one checkpoint.
+
+    Attributes:
+        pipeline: set once the towers are loaded; stays None for a checkpoint that takes no media.
+        parameter_bytes: bytes of parameters loaded.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: EncoderConfig, store: Store) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._store = store
+        self.pipeline: Pipeline | None = None
+        self.parameter_bytes = 0
+
+    async def Encode(self, request: encoder_pb2.EncodeRequest, context: Context) -> encoder_pb2.EncodeResponse:
+        _name_request(request.request_id)
+        planned = self._planned(request)
+        if self.pipeline is None:
+            raise unavailable("the encoder is still loading its weights; try again")
+        data = request.data
+        self._check_data(planned, len(data))
+        self._check_room(len(data))
+        return encoder_pb2.EncodeResponse(ref_id=self.pipeline.submit(planned, data))
+
+    async def Fetch(self, request: encoder_pb2.FetchRequest, context: Context) -> AsyncIterator[encoder_pb2.FetchResponse]:
+        _name_request(request.request_id)
+        if not request.items:
+            raise invalid("items", "there must be at least one item to fetch")
+        wanted = [(item.ref_id, item.start_row) for item in request.items]
+        chunk_bytes = min(request.max_chunk_bytes or DEFAULT_CHUNK_BYTES, self._config.max_chunk_bytes)
+        async with aclosing(read(self._store, wanted, chunk_bytes)) as events:
+            async for index, event in events:
+                yield self._response(index, event)
+
+    async def Release(self, request: encoder_pb2.ReleaseRequest, context: Context) -> encoder_pb2.ReleaseResponse:
+        self._store.drop(request.ref_ids)
+        return encoder_pb2.ReleaseResponse()
+
+    async def GetLoad(self, request: encoder_pb2.GetLoadRequest, context: Context) -> encoder_pb2.GetLoadResponse:
+        return encoder_pb2.GetLoadResponse(
+            pending_items=self._store.pending_items,
+            refs=len(self._store),
+            held_bytes=self._store.held_bytes,
+            tasks=len(asyncio.all_tasks()),
+            encoded_items=self._store.encoded_items,
+            model_fingerprint=self._checkpoint.fingerprint,
+            parameter_bytes=self.parameter_bytes,
+        )
+
+    def _planned(self, request: encoder_pb2.EncodeRequest) -> Planned:
+        field = request.field or "data"
+        supported = self._checkpoint.family.modalities
+        if not supported:
+            raise invalid(field, f"the model {self._checkpoint.name} takes no media; send it text only, or serve another model")
+        if int(request.modality) not in supported:
+            words = " and ".join(modality.word for modality in supported)
+            raise invalid(field, f"the model {self._checkpoint.name} does not take this kind of media; it takes {words}")
+        if request.expected_rows == 0:
+            raise invalid("expected_rows", "it must be the number of rows that the item was planned with, at least 1")
+        given = request.expected_grid
+        grid = Grid(given.t, given.h, given.w) if request.HasField("expected_grid") else None
+        return Planned(Modality(request.modality), field, request.expected_rows, grid)
+
+    def _check_data(self, planned: Planned, size: int) -> None:
+        if size == 0:
+            raise invalid(planned.field, f"the {planned.modality.word} is empty; send the bytes of a file")
+        limit = self._config.max_item_bytes
+        if size > limit:
+            text = f"the {planned.modality.word} has {size} bytes; at most {limit} are accepted"
+            raise invalid(planned.field, text, reason="ITEM_TOO_LARGE", limit=limit, requested=size)
+
+    def _check_room(self, size: int) -> None:
+        pending, limit = self._store.pending_items, self._config.max_pending_items
+        if pending >= limit:
+            raise _full(f"the encoder has {pending} items waiting, which is its limit", limit=limit, requested=pending + 1)
+        held, limit = self._store.held_bytes, self._config.max_held_bytes
+        if held + size > limit:
+            raise _full(f"the encoder holds {held} of at most {limit} bytes", limit=limit, requested=held + size)
+
+    def _response(self, index: int, event: Event) -> encoder_pb2.FetchResponse:
+        response = encoder_pb2.FetchResponse(item=index)
+        match event:
+            case Header():
+                features = [encoder_pb2.Feature(hidden_size=hidden, dtype=wire_dtype(dtype)) for hidden, dtype in event.features]
+                grid = media_pb2.Grid(t=event.grid.t, h=event.grid.h, w=event.grid.w)
+                response.header.CopyFrom(
+                    encoder_pb2.ItemHeader(
+                        rows=event.rows, grid=grid, features=features, model_fingerprint=self._checkpoint.fingerprint
+                    )
+                )
+            case Rows():
+                response.chunk.feature = event.feature
+                response.chunk.rows.CopyFrom(to_chunk(event.rows, event.start, event.total))
+            case Done():
+                response.done.preprocess_seconds = event.preprocess_seconds
+                response.done.encode_seconds = event.encode_seconds
+            case ServiceError():
+                response.error.CopyFrom(event.to_proto(logs.request_id.get()))
+        return response
+
+
+def _full(text: str, **figures: object) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, f"{text}; try again later", reason="ENCODER_FULL", metadata=figures, retry_delay=1.0
+    )
+
+
+def _name_request(request_id: str) -> None:
+    """Use the client's request id in the logs of this call and of the work that it starts."""
+    if request_id:
+        logs.request_id.set(clean_request_id(request_id))

@@ -1,0 +1,35 @@
+"""Work that outlives the request that started it, such as giving resources back. Kept track of, so that none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """Tasks that nobody awaits; a failure is logged."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` on its own."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    async def finish(self, timeout: float) -> None:
+        """Wait for what runs, then cancel what still runs."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+        for task in self._tasks:
+            task.cancel()
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("background task failed", exc_info=error)

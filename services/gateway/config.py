@@ -1,0 +1,81 @@
+"""The gateway's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.common.config import ServiceConfig, option
+from services.models.media import Modality
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class GatewayConfig(ServiceConfig):
+    """The gateway: counts, admits and routes requests, and streams the answers."""
+
+    port: int = option(50050, "gRPC port; 0 takes a free one and logs it")
+    model: str = option("", "checkpoint folder or hub id; empty means the embedded model")
+    served_model_name: str = option("", "the model's name in requests; empty means the checkpoint's own")
+    encoder: str = option("", "host:port of every encoder, separated by commas; empty serves text only")
+    llm: str = option("", "host:port of every language model server, separated by commas; required")
+    max_model_len: int = option(0, "most tokens of prompt and answer together; 0 means the checkpoint's")
+    default_max_tokens: int = option(512, "most tokens of an answer, where a request does not say")
+    max_num_running: int = option(256, "most requests answered at once")
+    max_queued_requests: int = option(256, "most requests waiting for admission; more are refused")
+    max_item_bytes: int = option(20 * MIB, "most bytes of one media item")
+    max_pixels: int = option(50_000_000, "most pixels of one picture")
+    limit_mm_per_prompt: str = option("image=16", "most media items of one request, such as image=16,video=1")
+    max_text_bytes: int = option(4 * MIB, "most bytes of text in one request")
+    max_messages: int = option(1024, "most messages in one request")
+    max_parts: int = option(1024, "most parts in one request")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.llm:
+            raise ValueError("--llm is required: the host:port of one or more language model servers")
+        for flag, value in (("--encoder", self.encoder), ("--llm", self.llm)):
+            _addresses(flag, value)
+        _limits(self.limit_mm_per_prompt)
+        for name, value in vars(self).items():
+            least = int(name.startswith(("max_", "default_")) and name not in ("max_model_len", "max_queued_requests"))
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+    @property
+    def encoder_addresses(self) -> tuple[str, ...]:
+        """Every encoder's host:port."""
+        return _addresses("--encoder", self.encoder)
+
+    @property
+    def llm_addresses(self) -> tuple[str, ...]:
+        """Every language model server's host:port."""
+        return _addresses("--llm", self.llm)
+
+    @property
+    def items_per_prompt(self) -> Mapping[Modality, int]:
+        """Most items of each modality; one that is not named has no limit of its own."""
+        return _limits(self.limit_mm_per_prompt)
+
+
+def _addresses(flag: str, text: str) -> tuple[str, ...]:
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ValueError(f"{flag} must be host:port or several separated by commas, got {address!r}")
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"{flag} names an address twice: {text}")
+    return addresses
+
+
+def _limits(text: str) -> dict[Modality, int]:
+    words = {modality.word: modality for modality in Modality}
+    limits = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        word, _, number = entry.partition("=")
+        if word not in words or not number.isdecimal():
+            raise ValueError(f"--limit-mm-per-prompt must look like image=16,video=1 with {', '.join(words)}; got {entry!r}")
+        limits[words[word]] = int(number)
+    return limits

@@ -1,0 +1,40 @@
+"""What the gateway knows of the model it serves: a checkpoint's JSON files and tokenizer, never its weights."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from services.gateway.config import GatewayConfig
+from services.models.checkpoint import open_checkpoint
+from services.models.layout import PromptLayout
+from services.models.media import Modality
+from services.models.registry import text_config
+
+
+class ServedModel:
+    """The one model behind this gateway.
+
+    Attributes:
+        name: its name in requests.
+        family: its transformers model_type.
+        modalities: what it takes besides text; nothing where no encoder was given.
+        max_model_len: most tokens of prompt and answer together.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.checkpoint = open_checkpoint(config.model)
+        self.layout = PromptLayout(self.checkpoint)
+        self.tokenizer = self.layout.tokenizer.fast
+        self.name = config.served_model_name or self.checkpoint.name
+        self.family = self.checkpoint.family.model_type
+        self.modalities: tuple[Modality, ...] = self.checkpoint.family.modalities if config.encoder_addresses else ()
+        self.max_model_len = config.max_model_len or self.checkpoint.max_position_embeddings
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: token ids are below this."""
+        return int(text_config(self.checkpoint.config).get("vocab_size") or self.layout.tokenizer.vocab_size)
+
+    def is_called(self, name: str) -> bool:
+        """Whether a request that says ``name`` means this model."""
+        return name in ("", "default", self.name)

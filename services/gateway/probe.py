@@ -1,0 +1,82 @@
+"""What the gateway knows of a picture: a digest of its bytes, and its size from headers. Pixels are never decoded."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import warnings
+from dataclasses import dataclass
+
+from PIL import ExifTags, Image, features
+
+from services.common.errors import invalid
+
+# JPEG includes MPO; an animation counts as its first frame.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
+ACCEPTED = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+Image.MAX_IMAGE_PIXELS = None  # probe_image has its own limit
+warnings.filterwarnings("ignore", module=r"PIL\.")  # about damaged metadata
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """A picture's digest (SHA-256 of its bytes) and its size in pixels after any EXIF turn."""
+
+    digest: bytes
+    width: int
+    height: int
+
+
+def probe_image(data: bytes, field: str, *, max_pixels: int) -> ImageFacts:
+    """Read a picture's facts.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT about ``field``: the bytes are no picture, or it is larger than ``max_pixels``.
+    """
+    if not data:
+        raise invalid(field, f"holds no bytes; send a picture as {ACCEPTED}")
+    try:
+        with Image.open(io.BytesIO(_metadata_first(data)), formats=FORMATS) as image:
+            width, height = image.size
+            if _turned_sideways(image):
+                width, height = height, width
+    except Exception:  # whatever a format's parser raises on bad headers
+        raise invalid(field, f"not a picture that can be read; accepted are {ACCEPTED}", reason="BAD_MEDIA") from None
+    if width < 1 or height < 1:
+        raise invalid(field, f"{width} x {height} pixels: both sides must be at least 1", reason="BAD_MEDIA")
+    if width * height > max_pixels:
+        text = f"{width} x {height} pixels are {width * height}, the limit is {max_pixels}; send a smaller picture"
+        raise invalid(field, text, reason="MEDIA_TOO_LARGE", limit=max_pixels, requested=width * height)
+    return ImageFacts(hashlib.sha256(data).digest(), width, height)
+
+
+def _turned_sideways(image: Image.Image) -> bool:
+    """Whether a viewer swaps the sides of what ``image.size`` says."""
+    if ExifTags.Base.Orientation in getattr(image, "tag_v2", ()):
+        return False  # Pillow has turned the size of a TIFF already
+    try:
+        # The base class's method: PNG's own decodes the picture first, to find metadata behind it.
+        return Image.Image.getexif(image).get(ExifTags.Base.Orientation) in _SIDEWAYS
+    except Exception:  # malformed EXIF: shown as it is stored
+        return False
+
+
+def _metadata_first(data: bytes) -> bytes:
+    """A PNG may state its orientation behind its pixels: bring such chunks to the front, where opening it finds them."""
+    if not data.startswith(_PNG):
+        return data
+    pixels, late = 0, []
+    at = len(_PNG)
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        end = at + 12 + length
+        if kind == b"IDAT":
+            pixels = pixels or at
+        elif pixels and kind in _PNG_METADATA and end <= len(data):
+            late.append(data[at:end])
+        at = end
+    return data[:pixels] + b"".join(late) + data[pixels:] if late else data

@@ -1,0 +1,85 @@
+"""How tokens are chosen: ranges checked, and what a request leaves open filled in from the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import invalid
+from triptych.common.v1 import sampling_pb2
+
+MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS = 16, 256, 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """``triptych.common.v1.SamplingParams`` with nothing left open but the length of the answer and the seed."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    include_first_logits: bool
+
+
+def read_sampling(params: sampling_pb2.SamplingParams, generation: Mapping[str, Any], vocab_size: int) -> Sampling:
+    """Check ``params``; defaults come from ``generation``, the checkpoint's generation_config.json.
+
+    A checkpoint that does not say ``do_sample`` is greedy.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT about a field of ``sampling``.
+    """
+    _check_ranges(params, vocab_size)
+    default = generation if generation.get("do_sample") else {"temperature": 0.0}
+
+    def choose(name: str, neutral: float) -> Any:
+        if params.HasField(name):  # type: ignore[arg-type]
+            return getattr(params, name)
+        value = default.get(name)
+        return neutral if value is None else value
+
+    return Sampling(
+        temperature=float(choose("temperature", 1.0)),
+        top_p=float(choose("top_p", 1.0)),
+        top_k=min(max(0, int(choose("top_k", 0))), vocab_size),
+        min_p=float(choose("min_p", 0.0)),
+        seed=params.seed if params.HasField("seed") else None,
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens,
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        include_first_logits=params.include_first_logits,
+    )
+
+
+def _check_ranges(params: sampling_pb2.SamplingParams, vocab_size: int) -> None:
+    # Written so that NaN fails.
+    if not 0 <= params.temperature <= 2:
+        raise invalid("sampling.temperature", f"must be between 0 and 2, got {params.temperature:g}")
+    if params.HasField("top_p") and not 0 < params.top_p <= 1:
+        raise invalid("sampling.top_p", f"must be above 0 and at most 1, got {params.top_p:g}")
+    if not 0 <= params.min_p <= 1:
+        raise invalid("sampling.min_p", f"must be between 0 and 1, got {params.min_p:g}")
+    if params.HasField("max_tokens") and params.max_tokens < 1:
+        raise invalid("sampling.max_tokens", f"must be at least 1, got {params.max_tokens}")
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        raise invalid("sampling.min_tokens", f"must be at most max_tokens = {params.max_tokens}, got {params.min_tokens}")
+    if len(params.stop) > MAX_STOP:
+        raise invalid("sampling.stop", f"at most {MAX_STOP} stop strings, got {len(params.stop)}")
+    for index, stop in enumerate(params.stop):
+        if not 1 <= (size := len(stop.encode())) <= MAX_STOP_BYTES:
+            raise invalid(f"sampling.stop[{index}]", f"must have between 1 and {MAX_STOP_BYTES} bytes, got {size}")
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise invalid("sampling.stop_token_ids", f"at most {MAX_STOP_TOKENS} stop tokens, got {len(params.stop_token_ids)}")
+    for index, token in enumerate(params.stop_token_ids):
+        if token >= vocab_size:
+            raise invalid(f"sampling.stop_token_ids[{index}]", f"must be below the vocabulary's size {vocab_size}, got {token}")

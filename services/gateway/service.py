@@ -1,0 +1,63 @@
+"""Wires the gateway together, and keeps its picture of the backends fresh."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from services.common.server import Readiness
+from services.gateway.admission import Ledger
+from services.gateway.backends import Backends
+from services.gateway.background import Background
+from services.gateway.chat import Chat
+from services.gateway.config import GatewayConfig
+from services.gateway.model import ServedModel
+from services.gateway.servicer import ChatServicer
+from triptych.gateway.v1 import gateway_pb2_grpc
+
+POLL_SECONDS = 1.0
+_LAST_RELEASES = 5.0  # seconds for giving back what the last requests held
+
+
+class GatewayService:
+    """What :func:`services.common.server.serve` runs."""
+
+    name = "triptych.gateway.v1.ChatService"
+
+    def __init__(self, config: GatewayConfig) -> None:
+        model = ServedModel(config)
+        self.backends = Backends(config.encoder_addresses, config.llm_addresses, model.checkpoint.fingerprint)
+        self.ledger = Ledger(max_running=config.max_num_running, max_queued=config.max_queued_requests)
+        self.background = Background()
+        chat = Chat(model, config, self.backends, self.ledger, self.background)
+        self._servicer = ChatServicer(model, chat, self.ledger)
+        self._poller: asyncio.Task[None] | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        gateway_pb2_grpc.add_ChatServiceServicer_to_server(self._servicer, server)
+
+    async def start(self, readiness: Readiness, address: str) -> None:
+        await self._poll(readiness)
+        self._poller = asyncio.create_task(self._keep_polling(readiness))
+
+    async def stop(self) -> None:
+        if self._poller is not None:
+            self._poller.cancel()
+        await self.background.finish(_LAST_RELEASES)
+        await self.backends.close()
+
+    async def _keep_polling(self, readiness: Readiness) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self._poll(readiness)
+
+    async def _poll(self, readiness: Readiness) -> None:
+        await self.backends.refresh()
+        for address, llm in self.backends.llms.items():
+            if llm.ready:
+                self.ledger.update(address, total=llm.load.total_blocks, block_size=llm.load.block_size)
+            else:
+                self.ledger.close(address)
+        if readiness.ready != self.backends.ready:
+            await readiness.set(self.backends.ready)

@@ -1,0 +1,119 @@
+"""``ChatService``: protobuf in, protobuf out; everything else is :class:`services.gateway.chat.Chat`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from services.common import logs
+from services.common.channel import time_left
+from services.gateway.admission import Ledger
+from services.gateway.chat import Admitted, Chat, Delta, Done, Event
+from services.gateway.model import ServedModel
+from services.gateway.prompt import Item, Prompt
+from services.gateway.wire import grid_to_proto, modality_to_proto
+from services.models.media import Modality
+from triptych.common.v1 import usage_pb2
+from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
+    """Translates."""
+
+    def __init__(self, model: ServedModel, chat: Chat, ledger: Ledger) -> None:
+        self._model, self._chat, self._ledger = model, chat, ledger
+
+    async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> AsyncIterator[gateway_pb2.ChatResponse]:
+        async with aclosing(self._chat.answer(request, logs.request_id.get(), time_left(context))) as events:
+            async for event in events:
+                yield self._response(event)
+
+    async def EstimateTokens(
+        self, request: gateway_pb2.EstimateTokensRequest, context: Context
+    ) -> gateway_pb2.EstimateTokensResponse:
+        prompt = await self._chat.prompt(request)
+        tokens = len(prompt.token_ids)
+        return gateway_pb2.EstimateTokensResponse(
+            prompt_tokens=tokens,
+            prompt_tokens_details=_prompt_tokens(prompt),
+            media=[_estimate(item) for item in prompt.items],
+            cost=gateway_pb2.Cost(
+                encoder_patches=prompt.patches,
+                prefill_tokens=tokens,
+                kv_blocks=-(-(tokens + self._chat.max_tokens(prompt)) // self._chat.block_size),
+                host_bytes=prompt.media_bytes,
+            ),
+            max_model_len=self._chat.max_model_len,
+        )
+
+    async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Context) -> gateway_pb2.ListModelsResponse:
+        model = gateway_pb2.Model(
+            name=self._model.name,
+            family=self._model.family,
+            max_model_len=self._chat.max_model_len,
+            modalities=[modality_to_proto(modality) for modality in self._model.modalities],
+        )
+        return gateway_pb2.ListModelsResponse(models=[model])
+
+    async def GetLoad(self, request: gateway_pb2.GetLoadRequest, context: Context) -> gateway_pb2.GetLoadResponse:
+        return gateway_pb2.GetLoadResponse(
+            running_requests=self._ledger.running,
+            queued_requests=self._ledger.queued,
+            reserved_kv_blocks=self._ledger.reserved_blocks,
+            total_kv_blocks=sum(pool.total for pool in self._ledger.open_pools),
+            tasks=len(asyncio.all_tasks()),
+            finished_requests=self._chat.finished,
+        )
+
+    def _response(self, event: Event) -> gateway_pb2.ChatResponse:
+        match event:
+            case Admitted(request_id, prompt):
+                admitted = gateway_pb2.Admitted(
+                    request_id=request_id,
+                    model=self._model.name,
+                    prompt_tokens=_prompt_tokens(prompt),
+                    media=[_estimate(item) for item in prompt.items],
+                )
+                return gateway_pb2.ChatResponse(admitted=admitted)
+            case Delta(text, token_ids, logits):
+                return gateway_pb2.ChatResponse(delta=gateway_pb2.Delta(text=text, token_ids=token_ids, first_logits=logits))
+            case Done():
+                return gateway_pb2.ChatResponse(done=_done(event))
+
+
+def _done(event: Done) -> gateway_pb2.Done:
+    tokens = len(event.prompt.token_ids)
+    usage = usage_pb2.Usage(
+        prompt_tokens=tokens,
+        completion_tokens=event.completion_tokens,
+        total_tokens=tokens + event.completion_tokens,
+        prompt_tokens_details=_prompt_tokens(event.prompt, event.cached_tokens),
+    )
+    return gateway_pb2.Done(finish_reason=event.finish_reason, usage=usage, stage_times=event.stage_times)
+
+
+def _prompt_tokens(prompt: Prompt, cached: int = 0) -> usage_pb2.PromptTokens:
+    return usage_pb2.PromptTokens(
+        text=prompt.text_tokens,
+        image=prompt.tokens_of(Modality.IMAGE),
+        audio=prompt.tokens_of(Modality.AUDIO),
+        video=prompt.tokens_of(Modality.VIDEO),
+        cached=cached,
+    )
+
+
+def _estimate(item: Item) -> gateway_pb2.MediaEstimate:
+    return gateway_pb2.MediaEstimate(
+        modality=modality_to_proto(item.plan.modality),
+        tokens=item.plan.rows,
+        width=item.facts.width,
+        height=item.facts.height,
+        grid=grid_to_proto(item.plan.grid),
+        field=item.field,
+    )

@@ -1,0 +1,115 @@
+"""The one validator behind every door: a ``ChatRequest`` to a :class:`Conversation`, or an error that names the field.
+
+Looks at counts, lengths and ranges, never into media.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.errors import ServiceError, invalid
+from services.gateway.config import GatewayConfig
+from services.gateway.model import ServedModel
+from services.gateway.sampling import Sampling, read_sampling
+from services.models.media import Modality
+from triptych.gateway.v1 import gateway_pb2
+
+_ROLES = {gateway_pb2.ROLE_SYSTEM: "system", gateway_pb2.ROLE_USER: "user", gateway_pb2.ROLE_ASSISTANT: "assistant"}
+_MEDIA = {modality.word: modality for modality in Modality}
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """A media item as it came: its bytes, or a URL."""
+
+    field: str
+    modality: Modality
+    source: bytes | str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn: who speaks and, in order, texts and media."""
+
+    role: str
+    parts: tuple[str | MediaPart, ...]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A request that is well formed."""
+
+    messages: tuple[Message, ...]
+    sampling: Sampling
+
+
+class Validator:
+    """Checks requests against the model and the operator's limits."""
+
+    def __init__(self, model: ServedModel, config: GatewayConfig) -> None:
+        self._model, self._config = model, config
+
+    def read(self, request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> Conversation:
+        """The conversation that a request holds.
+
+        Raises:
+            ServiceError: NOT_FOUND for another model's name, else INVALID_ARGUMENT.
+        """
+        if not self._model.is_called(request.model):
+            text = f"model: there is no model {request.model[:64]!r}; served is {self._model.name!r}, also called 'default'"
+            served = {"served": self._model.name}
+            raise ServiceError(grpc.StatusCode.NOT_FOUND, text, field="model", reason="MODEL_NOT_FOUND", metadata=served)
+        self._check_counts(request.messages)
+        messages = tuple(self._message(message, f"messages[{i}]") for i, message in enumerate(request.messages))
+        self._check_totals(messages)
+        return Conversation(messages, read_sampling(request.sampling, self._model.checkpoint.generation, self._model.vocab_size))
+
+    def _check_counts(self, messages: Sequence[gateway_pb2.Message]) -> None:
+        if not messages:
+            raise invalid("messages", "is empty; send at least one message with role user")
+        if len(messages) > self._config.max_messages:
+            raise _over("messages", len(messages), self._config.max_messages, "messages")
+        if (parts := sum(len(message.parts) for message in messages)) > self._config.max_parts:
+            raise _over("messages", parts, self._config.max_parts, "parts")
+
+    def _check_totals(self, messages: Sequence[Message]) -> None:
+        parts = [part for message in messages for part in message.parts]
+        size = sum(len(part.encode()) for part in parts if isinstance(part, str))
+        if size > self._config.max_text_bytes:
+            raise _over("messages", size, self._config.max_text_bytes, "bytes of text")
+        for modality, count in Counter(part.modality for part in parts if isinstance(part, MediaPart)).items():
+            limit = self._config.items_per_prompt.get(modality, count)
+            if count > limit:
+                raise _over("messages", count, limit, f"{modality.word} parts")
+
+    def _message(self, message: gateway_pb2.Message, field: str) -> Message:
+        if message.role not in _ROLES:
+            raise invalid(f"{field}.role", f"must be system, user or assistant, got {message.role}")
+        if not message.parts:
+            raise invalid(f"{field}.parts", "is empty; send at least one part")
+        return Message(_ROLES[message.role], tuple(self._part(p, f"{field}.parts[{i}]") for i, p in enumerate(message.parts)))
+
+    def _part(self, part: gateway_pb2.Part, field: str) -> str | MediaPart:
+        content = part.WhichOneof("content")
+        if content is None:
+            raise invalid(field, "holds nothing that this service knows; set text, image, audio or video")
+        if content == "text":
+            return part.text
+        field, modality = f"{field}.{content}", _MEDIA[content]
+        if modality not in self._model.modalities:
+            takes = " and ".join(["text", *(m.word for m in self._model.modalities)])
+            text = f"{content} is not something that {self._model.name} takes here; it takes {takes}"
+            raise invalid(field, text, reason="MODALITY_NOT_SUPPORTED")
+        media: gateway_pb2.Media = getattr(part, content)
+        source = media.WhichOneof("source")
+        if source is None:
+            raise invalid(field, "holds neither data nor url; set one of them")
+        return MediaPart(field, modality, media.data if source == "data" else media.url)
+
+
+def _over(field: str, count: int, limit: int, what: str) -> ServiceError:
+    return invalid(field, f"{count} {what}, the limit is {limit}; send less", reason="TOO_MANY", limit=limit, requested=count)

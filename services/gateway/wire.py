@@ -1,0 +1,46 @@
+"""Words that the gateway's own protocol and those of its backends share, from the domain to protobuf."""
+
+from __future__ import annotations
+
+from services.gateway.prompt import Item
+from services.gateway.sampling import Sampling
+from services.models import media
+from triptych.common.v1 import media_pb2, sampling_pb2
+
+
+def modality_to_proto(modality: media.Modality) -> media_pb2.Modality.ValueType:
+    """The same number in the protocol's enum."""
+    return media_pb2.Modality.ValueType(modality.value)
+
+
+def grid_to_proto(grid: media.Grid) -> media_pb2.Grid:
+    """The same grid."""
+    return media_pb2.Grid(t=grid.t, h=grid.h, w=grid.w)
+
+
+def span_to_proto(item: Item, ref: media_pb2.EmbeddingRef) -> media_pb2.Span:
+    """Where an item stands in the prompt, and where its rows come from."""
+    return media_pb2.Span(
+        modality=modality_to_proto(item.plan.modality),
+        offset=item.offset,
+        rows=item.plan.rows,
+        grid=grid_to_proto(item.plan.grid),
+        digest=item.facts.digest,
+        ref=ref,
+    )
+
+
+def sampling_to_proto(sampling: Sampling, max_tokens: int) -> sampling_pb2.SamplingParams:
+    """What the language model needs to know; stop strings stay with the gateway."""
+    return sampling_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        include_first_logits=sampling.include_first_logits,
+    )

@@ -1,0 +1,29 @@
+"""``python -m services.llm``: the language model service as a process."""
+
+from __future__ import annotations
+
+import sys
+
+from services.common.config import parse_config
+from services.common.server import serve
+from services.llm.config import LlmConfig
+
+EXAMPLES = """examples:
+  python -m services.llm --port 50052                                   the embedded model
+  python -m services.llm --model ./Qwen2-VL-2B-Instruct --device cuda --port 50052
+  TRIPTYCH_MAX_NUM_SEQS=16 python -m services.llm --model ./checkpoint  options are variables too"""
+
+
+def main() -> None:
+    config = parse_config(LlmConfig, examples=EXAMPLES)
+    from services.llm.service import LlmService  # torch, which --help must not wait for
+    from services.models.registry import UnsupportedModel
+
+    try:
+        serve("llm", config, lambda: LlmService(config))
+    except UnsupportedModel as error:
+        sys.exit(f"services.llm: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Options of the language model service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.config import ServiceConfig, option
+
+
+@dataclass(frozen=True)
+class LlmConfig(ServiceConfig):
+    """Serves the language-model half of a checkpoint over gRPC (triptych.llm.v1.LlmService)."""
+
+    model: str = option("", "checkpoint folder or hub id; without it, the embedded model")
+    dtype: str = option("auto", "type of weights and KV cache", ["auto", "float32", "bfloat16", "float16"])
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    threads: int = option(0, "CPU threads for tensor work; 0 leaves it to torch")
+    max_model_len: int = option(0, "most tokens of prompt and answer together; 0 takes the checkpoint's")
+    block_size: int = option(16, "tokens in a KV block")
+    kv_cache_memory_bytes: int = option(1 << 30, "size of the KV pool on a CPU, an upper bound on CUDA")
+    gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights and KV pool may take")
+    max_num_batched_tokens: int = option(2048, "most tokens computed in a step")
+    max_num_seqs: int = option(64, "most sequences in a step")
+    seed: int = option(0, "seed for requests that bring none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                "--max-num-batched-tokens must be at least --max-num-seqs, so that every sequence can decode in a step"
+            )

@@ -1,0 +1,145 @@
+"""Fetches embedding rows from encoders and hands them on in order, resuming where a stream broke."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+from services.common.channel import open_channel, outgoing_metadata
+from services.common.errors import ServiceError
+from services.models.wire import from_chunk
+from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
+
+_TRIES = 3  # streams per encoder; each resumes at the first row that has not arrived
+
+
+@dataclass
+class RemoteItem:
+    """One item's rows at an encoder, and how far they have come."""
+
+    span: int
+    ref_id: str
+    encoder_address: str
+    rows: int
+    arrived: int = 0
+    done: bool = False
+    preprocess_seconds: float = 0.0
+    encode_seconds: float = 0.0
+
+
+@dataclass
+class FetchTimes:
+    """Seconds of the slowest item at the encoder, and of receiving beyond that."""
+
+    preprocess: float = 0.0
+    encode: float = 0.0
+    transfer: float = 0.0
+
+
+@dataclass
+class RowFetcher:
+    """Fetches for one language model; keeps one channel per encoder.
+
+    Rows of another checkpoint, width or count than planned are refused.
+    """
+
+    model_fingerprint: str
+    hidden_size: int
+    _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+
+    async def fetch(
+        self, request_id: str, items: Sequence[RemoteItem], on_rows: Callable[[int, torch.Tensor], None], timeout: float
+    ) -> FetchTimes:
+        """Stream every item's rows into ``on_rows(span, rows)``, in order within a span.
+
+        Raises:
+            ServiceError: an item failed at its encoder, does not match the plan, or an encoder stayed unreachable.
+        """
+        started = time.monotonic()
+        addresses = {item.encoder_address for item in items}
+        async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
+            for address in addresses:
+                group.create_task(
+                    self._fetch_from(address, request_id, [i for i in items if i.encoder_address == address], on_rows)
+                )
+        slowest = max(items, key=lambda i: i.preprocess_seconds + i.encode_seconds)
+        at_encoder = slowest.preprocess_seconds + slowest.encode_seconds
+        return FetchTimes(slowest.preprocess_seconds, slowest.encode_seconds, max(0.0, time.monotonic() - started - at_encoder))
+
+    async def close(self) -> None:
+        """Close every channel."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _fetch_from(
+        self, address: str, request_id: str, items: list[RemoteItem], on_rows: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        stub = encoder_pb2_grpc.EncoderServiceStub(self._channels[address])
+        for attempt in range(1, _TRIES + 1):
+            left = [item for item in items if not item.done]
+            wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=item.arrived) for item in left]
+            request = encoder_pb2.FetchRequest(request_id=request_id, items=wanted)
+            try:
+                async for response in stub.Fetch(request, metadata=outgoing_metadata()):
+                    self._take(left[response.item], response, on_rows)
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or attempt == _TRIES:
+                    raise ServiceError.from_rpc(error, "encoder") from error
+                continue
+            if not all(item.done for item in items):
+                raise ServiceError(grpc.StatusCode.INTERNAL, "the encoder ended its stream before every row was sent")
+            return
+
+    def _take(self, item: RemoteItem, response: encoder_pb2.FetchResponse, on_rows: Callable[[int, torch.Tensor], None]) -> None:
+        match response.WhichOneof("event"):
+            case "header":
+                self._check_header(item, response.header)
+            case "chunk":
+                rows = self._rows(item, response.chunk)
+                item.arrived += len(rows)
+                on_rows(item.span, rows)
+            case "done":
+                if item.arrived != item.rows:
+                    raise _mismatch(f"the encoder sent {item.arrived} rows of {item.rows}")
+                item.done = True
+                item.preprocess_seconds, item.encode_seconds = response.done.preprocess_seconds, response.done.encode_seconds
+            case "error":
+                raise ServiceError.from_proto(response.error)
+
+    def _check_header(self, item: RemoteItem, header: encoder_pb2.ItemHeader) -> None:
+        if header.model_fingerprint != self.model_fingerprint:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "encoder and language model hold different checkpoints; start both with the same --model",
+                reason="MODEL_MISMATCH",
+            )
+        if header.rows != item.rows:
+            raise _mismatch(f"the plan has {item.rows} rows but the encoder made {header.rows}")
+        widths = [feature.hidden_size for feature in header.features]
+        if widths != [self.hidden_size]:
+            raise _mismatch(
+                f"the language model takes one feature of width {self.hidden_size}, the encoder sends widths {widths}"
+            )
+
+    def _rows(self, item: RemoteItem, chunk: encoder_pb2.ItemChunk) -> torch.Tensor:
+        try:
+            rows = from_chunk(chunk.rows)
+        except ValueError as error:
+            raise ServiceError(grpc.StatusCode.DATA_LOSS, f"embedding rows arrived damaged: {error}") from error
+        if chunk.rows.row_offset != item.arrived or item.arrived + len(rows) > item.rows or rows.shape[1] != self.hidden_size:
+            raise _mismatch(
+                f"rows {chunk.rows.row_offset} to {chunk.rows.row_offset + len(rows)} of width {rows.shape[1]} do not follow row "
+                f"{item.arrived} of {item.rows}"
+            )
+        return rows
+
+
+def _mismatch(text: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INTERNAL, f"embedding rows do not match the plan: {text}", reason="ESTIMATE_MISMATCH")

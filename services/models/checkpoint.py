@@ -1,0 +1,127 @@
+"""A checkpoint on disk: where it is, what its JSON files say, and a fingerprint. Torch-free; weights are not read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from services.models.media import ItemPlan, Modality
+from services.models.registry import Family, UnsupportedModel, family_of, text_config
+
+EMBEDDED = Path(__file__).parent / "embedded"
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_SAMPLE = 64 * 1024  # bytes hashed at each sampled place of a weight file
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        path: folder that holds it.
+        name: what clients call it by default.
+        config: config.json.
+        generation: generation_config.json, or empty.
+        image_processor: the image processor's settings, or empty.
+        family: its entry in the registry.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    image_processor: dict[str, Any]
+    family: Family
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest context that the checkpoint was made for, in tokens."""
+        return int(text_config(self.config).get("max_position_embeddings") or 4096)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        end = self.generation.get("eos_token_id", text_config(self.config).get("eos_token_id"))
+        return () if end is None else tuple(end) if isinstance(end, list) else (int(end),)
+
+    def placeholder_id(self, modality: Modality) -> int:
+        """The token that stands for one embedding row."""
+        key = self.family.placeholders[modality]
+        value = self.config.get(key, self.config.get(key.replace("_index", "_id")))
+        if value is None:
+            raise UnsupportedModel(f"config.json has no {key}, which a {self.family.model_type} checkpoint needs")
+        return int(value)
+
+    def plan_image(self, width: int, height: int) -> ItemPlan:
+        """Tokens of an image of this size, turned as EXIF says.
+
+        Raises:
+            image_sizes.UnsupportedSize: the family cannot take this size.
+        """
+        assert self.family.image is not None, f"{self.family.model_type} takes no images"
+        return self.family.image(width, height, self.config, self.image_processor)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """128 bits over the JSON files and samples of every weight file: equal for copies, different after training."""
+        digest = hashlib.sha256()
+        for file in sorted(p for p in self.path.iterdir() if p.suffix in (".json", ".safetensors", ".jinja") and p.is_file()):
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size};".encode())
+            with file.open("rb") as stream:
+                for offset in sorted({0, size // 3, 2 * size // 3, max(0, size - _SAMPLE)}):
+                    stream.seek(offset)
+                    digest.update(stream.read(_SAMPLE))
+        return digest.hexdigest()[:32]
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Open a local folder, a hub id, or (for "") the embedded model.
+
+    Raises:
+        UnsupportedModel: it is not there, is incomplete, or is of a family that is not served.
+    """
+    path = EMBEDDED if not model else Path(model)
+    if not path.is_dir():
+        path = _from_hub(model)
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise UnsupportedModel(f"{path} holds no config.json; give --model a folder with a Hugging Face checkpoint")
+    if not any(path.glob("*.safetensors")):
+        raise UnsupportedModel(
+            f"{path} holds no .safetensors files; other weight formats are not read, convert the checkpoint first"
+        )
+    processor = _read_json(path / "preprocessor_config.json") or {}
+    combined = _read_json(path / "processor_config.json") or {}
+    image = {**combined, **processor, **(combined.get("image_processor") or {})}
+    name = "triptych-embedded" if not model else path.resolve().name if Path(model).is_dir() else model
+    return Checkpoint(path, name, config, _read_json(path / "generation_config.json") or {}, image, family_of(config))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not valid JSON: {error}") from error
+    return value
+
+
+def _from_hub(model: str) -> Path:
+    if model.count("/") != 1 or model.startswith((".", "/")):
+        raise UnsupportedModel(f"{model} is neither a folder nor a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UnsupportedModel(
+            f"{model} is not a local folder and could not be fetched from the model hub ({type(error).__name__}); "
+            "download it where there is a network and give --model its folder"
+        ) from error

@@ -1,0 +1,190 @@
+"""Both clients against a real server: what they send, what they return, when they cancel."""
+
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+import triptych
+from triptych import errors
+
+
+def texts_and_media(message):
+    return [
+        (part.WhichOneof("content"), part.text or part.image.data or part.audio.data or part.video.data)
+        for part in message.parts
+    ]
+
+
+def test_parts_keep_their_order(gateway, picture):
+    parts = [triptych.image(picture), "first", triptych.audio(b"wave"), "second", triptych.video(b"film"), "third"]
+    with triptych.Client(gateway.address) as client:
+        client.chat(parts)
+    (message,) = gateway.requests[0].messages
+    assert texts_and_media(message) == [
+        ("image", b"\x89PNG cat"),
+        ("text", "first"),
+        ("audio", b"wave"),
+        ("text", "second"),
+        ("video", b"film"),
+        ("text", "third"),
+    ]
+
+
+def test_a_conversation_with_roles_media_and_sampling(gateway):
+    messages = [
+        triptych.system("Be brief."),
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi"},
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}, "what?"],
+        },
+    ]
+    with triptych.Client(gateway.address) as client:
+        client.chat(
+            messages, media=[triptych.image(b"x")], model="tiny", max_tokens=5, temperature=0, stop="\n", seed=None
+        )
+    request = gateway.requests[0]
+    assert [message.role for message in request.messages] == [1, 2, 3, 2]
+    assert [part.WhichOneof("content") for part in request.messages[3].parts] == ["image", "image", "text"]
+    assert request.messages[3].parts[1].image.url == "data:image/png;base64,AA=="
+    assert (request.model, request.sampling.max_tokens, list(request.sampling.stop)) == ("tiny", 5, ["\n"])
+    assert request.sampling.HasField("temperature") and not request.sampling.HasField("seed")
+
+
+def test_chat_returns_the_whole_answer(gateway):
+    with triptych.Client(gateway.address) as client:
+        result = client.chat("what?")
+    assert result.text == "It is ein Kätzchen."
+    assert result.token_ids == (1, 2, 3, 4)
+    assert (result.finish_reason, result.request_id, result.model) == ("stop", "r1", "tiny")
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens, result.usage.total_tokens) == (57, 4, 61)
+    assert result.usage.prompt_tokens_details == triptych.PromptTokens(text=21, image=36)
+    assert result.prompt_tokens.total == 57
+    assert result.stage_times == triptych.StageTimes(probe=0.001, wait_for_rows=0.0, decode=0.02)
+    assert result.media[0].grid == (1, 12, 12)
+
+
+def test_a_stream_yields_deltas_then_has_a_result(gateway):
+    with triptych.Client(gateway.address) as client, client.stream("what?") as stream:
+        with pytest.raises(RuntimeError, match="to its end first"):
+            _ = stream.result
+        deltas = list(stream)
+    assert "".join(deltas) == stream.result.text == "It is ein Kätzchen."
+    assert deltas[0].text == "It is " and deltas[1].token_ids == (3,)
+
+
+@pytest.mark.asyncio
+async def test_the_async_client_does_the_same(gateway):
+    async with triptych.AsyncClient(gateway.address) as client:
+        result = await client.chat("what?")
+        async with client.stream("what?") as stream:
+            deltas = [delta async for delta in stream]
+        assert stream.result == result
+        assert "".join(deltas) == result.text
+        assert gateway.requests[0] == gateway.requests[1]
+        assert (await client.estimate("what?")).prompt_tokens == 57
+        assert [model.name for model in await client.models()] == ["tiny"]
+        assert (await client.load()).finished_requests == 7
+        assert await client.ready()
+
+
+def test_estimate_models_load_and_health(gateway):
+    with triptych.Client(gateway.address) as client:
+        estimate = client.estimate([triptych.image(b"x"), "what?"], max_tokens=9)
+        assert estimate.cost == triptych.Cost(encoder_patches=144, prefill_tokens=57, kv_blocks=4, host_bytes=1000)
+        assert (estimate.media[0].width, estimate.media[0].field) == (640, "messages[0].parts[0].image")
+        assert client.models() == [triptych.Model("tiny", "qwen2_vl", 4096, ("image",))]
+        assert client.load().running_requests == 1
+        assert client.ready()
+        gateway.serving = False
+        assert not client.ready()
+    assert gateway.requests[0].sampling.max_tokens == 9
+
+
+def test_leaving_a_stream_cancels_it(gateway):
+    gateway.script = gateway.wait_for_cancel
+    with triptych.Client(gateway.address) as client:
+        with client.stream("what?") as stream:
+            assert next(stream) == "It is "
+        assert gateway.cancelled.wait(5)
+
+
+@pytest.mark.asyncio
+async def test_leaving_an_async_stream_cancels_it(gateway):
+    gateway.script = gateway.wait_for_cancel
+    async with triptych.AsyncClient(gateway.address) as client:
+        async with client.stream("what?") as stream:
+            async for delta in stream:
+                assert delta == "It is "
+                break
+        assert gateway.cancelled.wait(5)
+
+
+def test_a_stream_must_be_entered(gateway):
+    with triptych.Client(gateway.address) as client, pytest.raises(RuntimeError, match="open the stream first"):
+        next(client.stream("what?"))
+    assert gateway.requests == []
+
+
+def test_every_call_has_a_deadline_and_a_request_id(gateway):
+    with triptych.Client(gateway.address) as client:
+        client.chat("what?")
+        client.estimate("what?")
+        client.chat("what?", timeout=7, request_id="mine")
+    assert all(110 < seconds < 122 for seconds in gateway.remaining[:2])
+    assert gateway.remaining[2] < 9
+    assert len(set(gateway.request_ids)) == 3 and gateway.request_ids[2] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field"),
+    [
+        ([{"role": "tool", "content": "x"}], {}, "messages[0].role"),
+        (["x", 3], {}, "messages[0].parts[1]"),
+        ([{"type": "image_url"}], {}, "messages[0].parts[0]"),
+        ([{"role": "user", "content": "x"}, "y"], {}, "messages[1]"),
+        ("x", {"seed": -1}, "sampling.seed"),
+        ("x", {"temperature": "hot"}, "sampling.temperature"),
+    ],
+)
+def test_what_has_no_place_in_a_request_is_refused_before_it_is_sent(gateway, messages, options, field):
+    with triptych.Client(gateway.address) as client, pytest.raises(errors.InvalidArgument) as caught:
+        client.chat(messages, **options)
+    assert caught.value.violations[0][0] == field
+    assert gateway.requests == []
+
+
+def test_an_unknown_option_and_a_huge_request_are_refused(gateway):
+    with triptych.Client(gateway.address) as client:
+        with pytest.raises(TypeError, match="unknown option 'temprature'"):
+            client.chat("x", temprature=1)
+        with pytest.raises(errors.InvalidArgument, match="65 MiB"):
+            client.chat([triptych.image(bytes(65 * 2**20))])
+
+
+@pytest.mark.parametrize("helper", [triptych.image, triptych.audio, triptych.video])
+def test_missing_and_empty_files_are_named(helper, tmp_path):
+    with pytest.raises(errors.MediaFileError, match=r"gone\.bin.*No such file"):
+        helper(tmp_path / "gone.bin")
+    (tmp_path / "void.bin").touch()
+    with pytest.raises(errors.MediaFileError, match=r"void\.bin.*empty") as caught:
+        helper(str(tmp_path / "void.bin"))
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(errors.MediaFileError, match="directory"):
+        helper(tmp_path)
+    with pytest.raises(errors.InvalidArgument, match="no bytes"):
+        helper(b"")
+
+
+def test_urls_are_not_read_here():
+    assert triptych.image("https://example.org/cat.jpg").url == "https://example.org/cat.jpg"
+    assert triptych.image("data:image/png;base64,AA==").data == b""
+
+
+def test_the_sdk_is_light():
+    heavy = ("torch", "services", "google.rpc", "numpy")
+    code = f"import sys, triptych, triptych.cli; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,39 @@
+"""Triptych's SDK: talk to a gateway about text, images, audio and video.
+
+    with triptych.Client() as client:
+        print(client.chat([triptych.image("cat.jpg"), "What is this?"]).text)
+
+It needs grpcio and protobuf. It does not know the services, tokenizers or models: counts and limits are the gateway's.
+"""
+
+from triptych import errors
+from triptych.aio import AsyncClient, AsyncStream
+from triptych.answer import ChatResult, Delta
+from triptych.client import Client, Stream
+from triptych.content import MediaPart, assistant, audio, image, system, user, video
+from triptych.reports import Cost, Estimate, Load, MediaEstimate, Model, PromptTokens, StageTimes, Usage
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "ChatResult",
+    "Client",
+    "Cost",
+    "Delta",
+    "Estimate",
+    "Load",
+    "MediaEstimate",
+    "MediaPart",
+    "Model",
+    "PromptTokens",
+    "StageTimes",
+    "Stream",
+    "Usage",
+    "assistant",
+    "audio",
+    "errors",
+    "image",
+    "system",
+    "user",
+    "video",
+]

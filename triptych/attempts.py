@@ -1,0 +1,61 @@
+"""The life of one call: its id, its deadline, and whether a failure is worth another try. It does no IO."""
+
+import random
+import time
+import uuid
+
+import grpc
+
+from triptych import errors
+
+MAX_TRIES = 3
+FIRST_BACKOFF = 0.2
+
+
+class Attempts:
+    """At most three tries of one call within one deadline, under one request id.
+
+    Only UNAVAILABLE before the first message is tried again: after a message, another try could answer twice.
+    """
+
+    def __init__(self, address: str, timeout: float, token: str | None = None, request_id: str | None = None) -> None:
+        self.address = address
+        self.timeout = timeout
+        self.request_id = request_id or uuid.uuid4().hex
+        self.metadata: tuple[tuple[str, str], ...] = (("x-request-id", self.request_id),)
+        if token is not None:
+            self.metadata += (("authorization", f"Bearer {token}"),)
+        self._deadline = time.monotonic() + timeout
+        self._tries = 0
+
+    def remaining(self) -> float:
+        """Seconds until the deadline, not below 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def backoff(self, failure: grpc.RpcError) -> float:
+        """Seconds to wait before the next try.
+
+        Raises:
+            TriptychError: there is to be no other try.
+        """
+        self._tries += 1
+        error = self.error(failure)
+        delay = FIRST_BACKOFF * 2.0 ** (self._tries - 1) * random.uniform(0.5, 1.5)
+        delay = max(delay, error.retry_delay or 0.0)
+        if error.code is not grpc.StatusCode.UNAVAILABLE or self._tries >= MAX_TRIES or delay >= self.remaining():
+            raise error from failure
+        return delay
+
+    def error(self, failure: grpc.RpcError, *, answering: bool = False) -> errors.TriptychError:
+        """The typed error; `answering` says that messages had arrived."""
+        message = ""
+        match failure.code():
+            case grpc.StatusCode.UNAVAILABLE if answering:
+                message = f"the gateway at {self.address} went away during its answer"
+            case grpc.StatusCode.UNAVAILABLE:
+                message = f"no Triptych gateway answers at {self.address}: start one with `triptych up`"
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                message = f"the answer was not complete within {self.timeout:g} s"
+            case grpc.StatusCode.UNIMPLEMENTED:
+                message = f"the server at {self.address} is not a Triptych gateway of this version"
+        return errors.from_rpc_error(failure, request_id=self.request_id, message=message)

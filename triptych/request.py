@@ -1,0 +1,153 @@
+"""Builds requests for both clients. It checks only what cannot be put on the wire; the gateway validates the rest."""
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict, TypeVar
+
+from triptych.common.v1 import sampling_pb2
+from triptych.content import MediaPart, Messages, ModalityName
+from triptych.errors import InvalidArgument
+from triptych.gateway.v1 import gateway_pb2
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+_ROLES = {
+    "system": gateway_pb2.ROLE_SYSTEM,
+    "user": gateway_pb2.ROLE_USER,
+    "assistant": gateway_pb2.ROLE_ASSISTANT,
+}
+_URL_PARTS: dict[str, ModalityName] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
+
+Request = TypeVar("Request", gateway_pb2.ChatRequest, gateway_pb2.EstimateTokensRequest)
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen and when to stop. Left out or None means the checkpoint's own default.
+
+    SamplingParams in the protos has the ranges and limits.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Iterable[str] | None
+    stop_token_ids: Iterable[int] | None
+    ignore_eos: bool | None
+    include_first_logits: bool | None
+
+
+class Options(Sampling, total=False):
+    """What a call takes besides its messages.
+
+    media: items that go before the last message's parts.
+    model: a name from `models`; "default", the default, is the served model.
+    timeout: seconds for the whole call, retries included; None means the client's.
+    request_id: the id for the services' logs; None makes one.
+    """
+
+    media: MediaPart | Iterable[MediaPart]
+    model: str
+    timeout: float | None
+    request_id: str | None
+
+
+def build(kind: type[Request], messages: Messages, options: Options) -> Request:
+    """A request of `kind`; timeout and request_id have no place in it.
+
+    Raises:
+        InvalidArgument: a role, part or sampling value that has no place in a request, or more than 64 MiB.
+        TypeError: an unknown option.
+    """
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(Options.__annotations__))}")
+    turns = _turns(messages)
+    media = options.get("media", ())
+    turns[-1][1][:0] = [media] if isinstance(media, MediaPart) else list(media)
+    request = kind(
+        model=options.get("model", "default"),
+        messages=[_message(index, role, content) for index, (role, content) in enumerate(turns)],
+        sampling=_sampling({name: value for name, value in options.items() if name in Sampling.__annotations__}),
+    )
+    size = request.ByteSize()
+    if size > MAX_MESSAGE_BYTES:
+        raise InvalidArgument(f"the request has {size / 2**20:.0f} MiB, more than the 64 MiB that one may have")
+    return request
+
+
+def _turns(messages: Messages) -> list[tuple[str, list[Any]]]:
+    """At least one role with its parts."""
+    parts: list[Any] = [messages] if isinstance(messages, str | MediaPart) else list(messages)
+    if not any(isinstance(part, Mapping) and "role" in part for part in parts):
+        return [("user", parts)]
+    turns: list[tuple[str, list[Any]]] = []
+    for index, message in enumerate(parts):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise _invalid(f"messages[{index}]", "messages and parts cannot be mixed in one list")
+        content = message.get("content") or []
+        turns.append((message["role"], [content] if isinstance(content, str | MediaPart) else list(content)))
+    return turns
+
+
+def _message(index: int, role: str, content: list[Any]) -> gateway_pb2.Message:
+    if role not in _ROLES:
+        raise _invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
+    parts = [_part(f"messages[{index}].parts[{position}]", part) for position, part in enumerate(content)]
+    return gateway_pb2.Message(role=_ROLES[role], parts=parts)
+
+
+def _part(path: str, part: object) -> gateway_pb2.Part:
+    if isinstance(part, Mapping):
+        part = _openai_part(path, part)
+    if isinstance(part, str):
+        return gateway_pb2.Part(text=part)
+    if isinstance(part, MediaPart):
+        source = gateway_pb2.Media(url=part.url) if part.url else gateway_pb2.Media(data=part.data)
+        match part.modality:
+            case "image":
+                return gateway_pb2.Part(image=source)
+            case "audio":
+                return gateway_pb2.Part(audio=source)
+            case "video":
+                return gateway_pb2.Part(video=source)
+    raise _invalid(path, f"a part is a str or made by triptych.image, .audio or .video, not {type(part).__name__}")
+
+
+def _openai_part(path: str, part: Mapping[str, Any]) -> str | MediaPart:
+    """A part as OpenAI's clients spell it."""
+    kind = part.get("type")
+    try:
+        if kind == "text":
+            return str(part["text"])
+        if kind in _URL_PARTS:
+            source = part[kind]
+            return MediaPart(_URL_PARTS[kind], url=source if isinstance(source, str) else source["url"])
+        if kind == "input_audio":
+            return MediaPart("audio", data=base64.b64decode(part[kind]["data"], validate=True))
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise _invalid(path, f"a malformed {kind} part: {error}") from error
+    raise _invalid(path, f"unknown part type {kind!r}")
+
+
+def _sampling(options: Mapping[str, Any]) -> sampling_pb2.SamplingParams:
+    params = sampling_pb2.SamplingParams()
+    for name, value in options.items():
+        if value is None:
+            continue
+        try:
+            if name in ("stop", "stop_token_ids"):
+                getattr(params, name).extend([value] if isinstance(value, str) else value)
+            else:
+                setattr(params, name, value)
+        except (TypeError, ValueError) as error:
+            raise _invalid(f"sampling.{name}", f"{value!r} is not allowed: {error}") from error
+    return params
+
+
+def _invalid(path: str, text: str) -> InvalidArgument:
+    return InvalidArgument(f"{path}: {text}", violations=((path, text),))
