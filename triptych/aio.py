@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
@@ -56,9 +55,7 @@ class AsyncStream(StreamBase):
                 self._answer.feed(first)
             return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._call is not None:
             self._call.cancel()
 
@@ -122,9 +119,7 @@ class AsyncClient(ClientBase):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     @cached_property

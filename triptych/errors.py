@@ -51,8 +51,10 @@ class TriptychError(Exception):
         self.violations = list(violations)
 
     def __str__(self) -> str:
-        unsaid = [f"{path}: {text}" for path, text in self.violations if text not in self.message]
-        return "; ".join(" ".join(line.split()) for line in [self.message, *unsaid])
+        lines = [f"{path}: {text}" for path, text in self.violations if path not in self.message]
+        if not lines or all(text != self.message for _, text in self.violations):
+            lines.insert(0, self.message)
+        return "; ".join(" ".join(line.split()) for line in lines)
 
 
 class InvalidArgument(TriptychError):

@@ -26,14 +26,17 @@ CHAT: list[tuple[list[str], str]] = [
 NO_PICTURE = "I see no picture. Please send one."
 
 
-def ask(rng: random.Random, picture: Picture) -> list[Triple]:
-    """Every kind of question that this picture has one clear answer to, in random order and spelling."""
+def ask(rng: random.Random, picture: Picture, negation: float = 0.5) -> list[Triple]:
+    """Every kind of question that this picture has one clear answer to, in random order and spelling.
+
+    ``negation`` is the share of yes-or-no questions that are asked the other way round ("is there not a ...?").
+    """
     if picture.handwritten:
         triples = handwritten_questions(rng, picture)
     elif picture.number is not None:
         triples = number_questions(rng, picture)
     else:
-        triples = scene_questions(rng, picture)
+        triples = scene_questions(rng, picture, negation)
     rng.shuffle(triples)
     return [(kind, spell(rng, question), answer) for kind, question, answer in triples]
 
@@ -160,12 +163,12 @@ def place(thing: Thing, width: int, height: int) -> str | None:
     return f"in the {['top', '', 'bottom'][row]} {['left', '', 'right'][column]}"
 
 
-def scene_questions(rng: random.Random, picture: Picture) -> list[Triple]:
+def scene_questions(rng: random.Random, picture: Picture, negation: float) -> list[Triple]:
     things = picture.things
     easy = picture.background is None
     width, height = picture.image.size
     colors, shapes = (EASY_COLORS, EASY_SHAPES) if easy else (COLOR_NAMES, SHAPES)
-    triples = presence_questions(rng, things, colors, shapes)
+    triples = [t for _ in range(3 if easy else 2) for t in presence_questions(rng, things, colors, shapes, negation)]
     if len(things) == 1:
         triples += single_questions(rng, things[0])
     for thing in rng.sample(things, min(2, len(things))):
@@ -241,7 +244,9 @@ def single_questions(rng: random.Random, thing: Thing) -> list[Triple]:
     ]
 
 
-def presence_questions(rng: random.Random, things: list[Thing], colors: list[str], shapes: list[str]) -> list[Triple]:
+def presence_questions(
+    rng: random.Random, things: list[Thing], colors: list[str], shapes: list[str], negation: float
+) -> list[Triple]:
     """Yes-or-no questions, half of them true, in easy-VQA's wording (negations too) and plainer ones."""
     triples = []
     for by_color in (True, False):
@@ -252,7 +257,7 @@ def presence_questions(rng: random.Random, things: list[Thing], colors: list[str
             continue
         word = rng.choice(pool)
         what = f"{word} shape" if by_color else word
-        plain = rng.random() < 0.5
+        plain = rng.random() >= negation
         question = rng.choice(
             [
                 f"is there {a(what)}?",
@@ -268,7 +273,7 @@ def presence_questions(rng: random.Random, things: list[Thing], colors: list[str
                 f"is no {what} present?",
             ]
         )
-        triples.append(("yes_no", question, "yes" if plain == present else "no"))
+        triples.append(("yes_no" if plain else "yes_no_not", question, "yes" if plain == present else "no"))
     if len(things) > 1 or rng.random() < 0.15:
         thing = rng.choice(things)
         color, shape = thing.color, thing.shape

@@ -1,10 +1,13 @@
 """Trains the embedded default model from nothing, on a CPU: ``python -m scripts.embedded.train --help``.
 
-Three lessons decide whether so small a model learns at all (docs/embedded-model.md tells how they were found):
+Four lessons decide whether so small a model learns at all (docs/embedded-model.md tells how they were found):
 
 1. the tower first, with dense labels: each patch says the colour, shape and digit under it;
 2. each visual token must say its word through the language model's own output layer, which grounds the words;
 3. then the language model joins with the answers, while the two losses above fade.
+
+4. plain yes-or-no questions before negated ones: with both from the start, presence and answer are uncorrelated, and the
+   model stays at chance.
 
 One picture carries several question blocks that cannot see each other, so the picture is paid for once. Questions that
 come before their picture, system messages and talk without a picture have batches of their own.
@@ -25,7 +28,7 @@ import torch
 import torch.nn.functional as F
 import transformers.models.qwen2_vl.modeling_qwen2_vl as qwen2_vl
 from torch import nn
-from transformers import Qwen2VLForConditionalGeneration
+from transformers import Qwen2Tokenizer, Qwen2VLForConditionalGeneration
 
 from scripts.embedded import build, pictures, questions
 from scripts.embedded.pictures import CELL, COLOR_NAMES, PATCH, SHAPES, Picture
@@ -287,7 +290,7 @@ def held_out_samples(rng: random.Random, round_number: int):
 
 
 def training_samples(
-    rng: random.Random, size: int, language: bool
+    rng: random.Random, size: int, language: bool, negation: float
 ) -> tuple[list[tuple[Picture | None, list[questions.Triple]]], bool]:
     """A batch's worth of pictures of one size with questions; the second value says that questions come first."""
     question_first = language and rng.random() < 0.12
@@ -305,8 +308,8 @@ def training_samples(
         shown = [pictures.number(rng, *grid, digits) for _ in range(size)]
     else:
         shown = [pictures.handwritten(rng) for _ in range(2 * size)]
-    limit = 2 if question_first else 6
-    return [(p, questions.ask(rng, p)[:limit] if language else []) for p in shown], question_first
+    limit = 2 if question_first else 8
+    return [(p, questions.ask(rng, p, negation)[:limit] if language else []) for p in shown], question_first
 
 
 def batched_attention(self, hidden_states, cu_seqlens, position_embeddings=None, **_):
@@ -359,6 +362,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint, the log and resume.pt")
     parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument("--tower-steps", type=int, default=1500, help="steps with dense labels only")
+    parser.add_argument("--negation-from", type=int, default=6000, help="first step with negated yes-or-no questions")
     parser.add_argument("--batch", type=int, default=24, help="pictures a step")
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--decay", type=float, default=0.4, help="share of the steps, at the end, over which the rate falls")
@@ -373,7 +377,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     qwen2_vl.VisionAttention.forward = batched_attention
     qwen2_vl.PatchEmbed.forward = linear_patches
-    tokenizer = build.build_tokenizer()
+    tokenizer = Qwen2Tokenizer.from_pretrained(args.out) if args.resume else build.build_tokenizer()
     model = build.build_model(tokenizer, args.seed).train()
     args.out.mkdir(parents=True, exist_ok=True)
     build.save_processor(tokenizer, args.out)
@@ -401,7 +405,7 @@ def main(argv: list[str] | None = None) -> None:
     for step in range(first, args.steps):
         language = step >= args.tower_steps
         rng = random.Random(args.seed * 1_000_003 + step)
-        samples, question_first = training_samples(rng, args.batch, language)
+        samples, question_first = training_samples(rng, args.batch, language, 0.5 if step >= args.negation_from else 0.0)
         batch = trainer.encoder.batch(rng, samples, question_first)
         answer, dense, good = trainer.forward(batch, language)
         progress = step / args.steps

@@ -30,10 +30,14 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     Attributes:
         in_flight: calls being answered, health and reflection aside.
-        draining: when true, new calls are refused with UNAVAILABLE.
+        draining: when true, new calls are refused with UNAVAILABLE, but for ``open_while_draining``.
+
+    Args:
+        open_while_draining: names of methods that running requests still need, such as ``Fetch``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, open_while_draining: frozenset[str] = frozenset()) -> None:
+        self.open_while_draining = open_while_draining | {"GetLoad"}
         self.in_flight = 0
         self.draining = False
         self.idle = asyncio.Event()
@@ -95,7 +99,7 @@ class _Call:
         self.request_id = clean_request_id(given if isinstance(given, str) else "")
         logs.request_id.set(self.request_id)
         self.started = time.monotonic()
-        if self.owner.draining:
+        if self.owner.draining and self.method.rpartition("/")[2] not in self.owner.open_while_draining:
             error = unavailable("the service is shutting down; send the request to another replica or try again")
             await self._abort(error)
         self.owner.in_flight += 1

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import grpc
@@ -54,12 +54,16 @@ class Service(Protocol):
     """What :func:`serve` runs."""
 
     name: str  # full gRPC name, such as triptych.llm.v1.LlmService
+    open_while_draining: frozenset[str]  # methods that running requests still need after SIGTERM
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer to the server."""
 
     async def start(self, readiness: Readiness, address: str) -> None:
         """Called once the server listens on ``address`` (host:port); set readiness when it can serve."""
+
+    async def settled(self) -> None:
+        """Wait until nothing that was accepted earlier needs this service, calls in flight aside."""
 
     async def stop(self) -> None:
         """Called after the last call ended; free everything."""
@@ -83,7 +87,7 @@ async def _serve(config: ServiceConfig, build: Callable[[], Service]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     service = build()
-    interceptor = ServiceInterceptor()
+    interceptor = ServiceInterceptor(service.open_while_draining)
     server = grpc.aio.server(interceptors=[interceptor], options=_SERVER_OPTIONS)
     service.register(server)
     health_servicer = health.aio.HealthServicer()
@@ -100,22 +104,30 @@ async def _serve(config: ServiceConfig, build: Callable[[], Service]) -> None:
     await service.start(readiness, address)
     logs.event(logger, "serving", address=address, pid=os.getpid())
     await stop.wait()
-    await drain(server, interceptor, readiness, config.grace_seconds)
+    await drain(server, interceptor, readiness, service.settled, config.grace_seconds)
     await service.stop()
     logs.event(logger, "stopped")
 
 
-async def drain(server: grpc.aio.Server, interceptor: ServiceInterceptor, readiness: Readiness, grace: float) -> None:
-    """Refuse new calls, let running ones finish within ``grace`` seconds, then end what is left."""
+async def drain(
+    server: grpc.aio.Server,
+    interceptor: ServiceInterceptor,
+    readiness: Readiness,
+    settled: Callable[[], Awaitable[None]],
+    grace: float,
+) -> None:
+    """Refuse new calls, let running work finish within ``grace`` seconds, then end what is left."""
     logs.event(logger, "draining", in_flight=interceptor.in_flight, grace_seconds=grace)
     interceptor.draining = True
     await readiness.set(False)
     try:
-        await asyncio.wait_for(interceptor.idle.wait(), grace)
+        async with asyncio.timeout(grace):
+            await settled()
+            await interceptor.idle.wait()
     except TimeoutError:
         logs.event(logger, "grace period over", logging.WARNING, in_flight=interceptor.in_flight)
-    # Watchers of health and reflection streams never end by themselves.
-    await server.stop(0)
+    # Streams of health and reflection never end by themselves; a second lets clients read what was sent last.
+    await server.stop(1.0)
 
 
 def _bind(server: grpc.aio.Server, config: ServiceConfig) -> int:

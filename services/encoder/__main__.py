@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 
 from services.common.config import parse_config
-from services.common.server import serve
+from services.common.server import Service, serve
 from services.encoder.config import EncoderConfig
-from services.encoder.service import EncoderService
 from services.models.registry import UnsupportedModel
 
 EXAMPLES = """examples:
@@ -19,9 +18,15 @@ EXAMPLES = """examples:
 def main() -> None:
     config = parse_config(EncoderConfig, examples=EXAMPLES)
     try:
-        serve("encoder", config, lambda: EncoderService(config))
+        serve("encoder", config, lambda: build(config))
     except UnsupportedModel as error:
         sys.exit(f"encoder: {error}")
+
+
+def build(config: EncoderConfig) -> Service:
+    from services.encoder.service import EncoderService  # imports torch, which --help and a mistyped flag need not wait for
+
+    return EncoderService(config)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class EncoderService:
     """
 
     name = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
+    open_while_draining = frozenset({"Fetch", "Release"})
 
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
@@ -58,6 +59,10 @@ class EncoderService:
         else:
             logs.event(logger, "nothing to load, the model takes no media", model=self._checkpoint.name)
         await readiness.set(True)
+
+    async def settled(self) -> None:
+        """Wait until every ref that was handed out is released or its lease is over."""
+        await self._store.empty.wait()
 
     async def stop(self) -> None:
         if self._servicer.pipeline is not None:

@@ -90,6 +90,7 @@ class Store:
     Attributes:
         held_bytes: bytes of media and embeddings that entries hold.
         encoded_items: entries that were ever done.
+        empty: set while there are no entries.
     """
 
     def __init__(self, lease_seconds: float) -> None:
@@ -97,6 +98,8 @@ class Store:
         self._entries: dict[str, Entry] = {}
         self.held_bytes = 0
         self.encoded_items = 0
+        self.empty = asyncio.Event()
+        self.empty.set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -110,6 +113,7 @@ class Store:
         """A new pending entry; its lease starts."""
         entry = Entry(uuid.uuid4().hex, 0)
         self._entries[entry.ref_id] = entry
+        self.empty.clear()
         self.hold(entry, media_bytes)
         self._start_lease(entry)
         metrics.refs.set(len(self))
@@ -162,6 +166,8 @@ class Store:
                 entry.work.cancel()
             self._stop_lease(entry)
             self.fail(entry, self.not_found(ref_id))
+        if not self._entries:
+            self.empty.set()
         metrics.refs.set(len(self))
 
     def clear(self) -> None:

@@ -24,6 +24,7 @@ class GatewayService:
     """What :func:`services.common.server.serve` runs."""
 
     name = "triptych.gateway.v1.ChatService"
+    open_while_draining: frozenset[str] = frozenset()
 
     def __init__(self, config: GatewayConfig) -> None:
         model = ServedModel(config)
@@ -41,6 +42,9 @@ class GatewayService:
         await self._poll(readiness)
         self._poller = asyncio.create_task(self._keep_polling(readiness))
 
+    async def settled(self) -> None:
+        """At once: nobody needs the gateway but its callers."""
+
     async def stop(self) -> None:
         if self._poller is not None:
             self._poller.cancel()
@@ -55,7 +59,7 @@ class GatewayService:
     async def _poll(self, readiness: Readiness) -> None:
         await self.backends.refresh()
         for address, llm in self.backends.llms.items():
-            if llm.ready:
+            if llm.ready and llm.load.block_size:
                 self.ledger.update(address, total=llm.load.total_blocks, block_size=llm.load.block_size)
             else:
                 self.ledger.close(address)

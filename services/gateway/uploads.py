@@ -29,10 +29,11 @@ class Uploads:
 
     async def drop(self) -> None:
         """Release every ref. Calls under way are waited for: one that is cancelled could leave a ref that nobody knows."""
-        done, late = await asyncio.wait(self._tasks, timeout=RELEASE_SECONDS)
-        for task in late:
-            task.cancel()
-        self._encoder.active -= 1
-        ids = [task.result() for task in done if task.exception() is None]
-        if ids:
-            await self._encoder.release(ids, RELEASE_SECONDS)
+        try:
+            done, late = await asyncio.wait(self._tasks, timeout=RELEASE_SECONDS)
+            for task in late:
+                task.cancel()
+            if ids := [task.result() for task in done if task.exception() is None]:
+                await self._encoder.release(ids, RELEASE_SECONDS)
+        finally:
+            self._encoder.active -= 1

@@ -26,6 +26,7 @@ class LlmService:
     """The language-model half of a checkpoint behind gRPC."""
 
     name = llm_pb2.DESCRIPTOR.services_by_name["LlmService"].full_name
+    open_while_draining = frozenset({"Abort"})
 
     def __init__(self, config: LlmConfig) -> None:
         checkpoint = open_checkpoint(config.model)
@@ -46,6 +47,9 @@ class LlmService:
     async def start(self, readiness: Readiness, address: str) -> None:
         self.engine.start(asyncio.get_running_loop())
         await readiness.set(True)
+
+    async def settled(self) -> None:
+        """Every accepted request is a call in flight."""
 
     async def stop(self) -> None:
         await self.fetcher.close()

@@ -112,8 +112,7 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                         events.append(request.events.get_nowait())  # type: ignore[arg-type]
                     yield llm_pb2.GenerateResponse(delta=_delta(events))
                 elif isinstance(event, Finished):
-                    times = fetching.result() if fetching else None
-                    yield llm_pb2.GenerateResponse(done=_done(event, times))
+                    yield llm_pb2.GenerateResponse(done=_done(event, await _times(fetching)))
                     return
                 else:
                     assert isinstance(event, EngineFailure)
@@ -157,6 +156,14 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
             request.request_id, prompt, max_tokens, ends, sampling.min_tokens, [RowSpan(run.offset, run.rows) for run in media]
         )
         return Request(sequence, media, _sampling(sampling, self.seed), sampling.include_first_logits)
+
+
+async def _times(fetching: asyncio.Task[FetchTimes] | None) -> FetchTimes | None:
+    """The fetch's times once its stream has ended; a stream that broke after its last row harms no finished answer."""
+    if fetching is None:
+        return None
+    await asyncio.wait([fetching])
+    return None if fetching.cancelled() or fetching.exception() else fetching.result()
 
 
 async def _first_error(fetching: asyncio.Task[FetchTimes]) -> ServiceError:

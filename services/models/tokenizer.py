@@ -82,7 +82,7 @@ class PromptTokenizer:
         bos = self._variables.get("bos_token")
         add_special_tokens = add_special_tokens and not (bos and rendered.startswith(bos))
         if mark not in rendered:
-            ids = list(self.fast.encode(rendered, add_special_tokens=add_special_tokens).ids)
+            ids = _encode(self.fast, rendered, add_special_tokens)
             if self._count_special(ids) == self._special_written(rendered, add_special_tokens):
                 return ids
         return self._encode_marked(rendered, mark, add_special_tokens)
@@ -93,11 +93,11 @@ class PromptTokenizer:
 
     def _special_written(self, rendered: str, add_special_tokens: bool) -> int:
         """Special tokens that the template and the tokenizer itself write; more of them means that normalising made some."""
-        own = self.fast.encode("", add_special_tokens=add_special_tokens).ids
+        own = _encode(self.fast, "", add_special_tokens)
         return self._count_special(own) + sum(1 for _ in self._special_pattern.finditer(rendered))
 
     def _encode_marked(self, rendered: str, mark: str, add_special_tokens: bool) -> list[int]:
-        ids = list(self.fast.encode("", add_special_tokens=add_special_tokens).ids)
+        ids = _encode(self.fast, "", add_special_tokens)
         at = 0
         for match in self._special_pattern.finditer(rendered):
             ids += self._encode_literal(rendered[at : match.start()].replace(mark, ""))
@@ -106,7 +106,7 @@ class PromptTokenizer:
         return ids + self._encode_literal(rendered[at:].replace(mark, ""))
 
     def _encode_literal(self, text: str) -> list[int]:
-        return list(self._literal.encode(text, add_special_tokens=False).ids) if text else []
+        return _encode(self._literal, text, False) if text else []
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         try:
@@ -138,6 +138,12 @@ class PromptTokenizer:
             marked.append(mark.join(joined[a:b] for a, b in pairwise(places)))
             start = end
         return marked
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """As ``tokenizer.encode``, which would hold Python's lock all the while."""
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def _unused_mark(text: str) -> str:

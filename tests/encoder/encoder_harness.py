@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -64,7 +65,7 @@ class Fetched:
     def rows(self, feature: int = 0) -> torch.Tensor:
         """The rows of a feature in the order of arrival, checked to be consecutive."""
         parts = [(start, rows) for index, start, rows in self.chunks if index == feature]
-        for (start, rows), (following, _) in zip(parts, parts[1:], strict=False):
+        for (start, rows), (following, _) in itertools.pairwise(parts):
             assert start + rows.shape[0] == following
         return torch.cat([rows for _, rows in parts])
 
@@ -76,7 +77,13 @@ class Client:
         self.checkpoint = open_checkpoint(config.model)
 
     async def encode(self, data: bytes, rows: int, grid: media_pb2.Grid | None = None, **changes: Any) -> str:
-        request = {"modality": media_pb2.MODALITY_IMAGE, "data": data, "expected_rows": rows, "expected_grid": grid, "field": "parts[0].image"}
+        request = {
+            "modality": media_pb2.MODALITY_IMAGE,
+            "data": data,
+            "expected_rows": rows,
+            "expected_grid": grid,
+            "field": "parts[0].image",
+        }
         response = await self.stub.Encode(encoder_pb2.EncodeRequest(**(request | changes)))
         return response.ref_id
 
@@ -91,7 +98,9 @@ class Client:
             results[index] = _add(results[index], event)
         return results
 
-    async def events(self, items: Sequence[tuple[str, int]], **options: Any) -> AsyncIterator[tuple[int, encoder_pb2.FetchResponse]]:
+    async def events(
+        self, items: Sequence[tuple[str, int]], **options: Any
+    ) -> AsyncIterator[tuple[int, encoder_pb2.FetchResponse]]:
         wanted = [encoder_pb2.FetchItem(ref_id=ref, start_row=row) for ref, row in items]
         async for response in self.stub.Fetch(encoder_pb2.FetchRequest(items=wanted, **options), timeout=30):
             yield response.item, response

@@ -67,7 +67,7 @@ async def test_items_that_wait_go_together_up_to_the_budget() -> None:
         results = await asyncio.gather(*tasks)
         assert towers.batches[0][0] == 1
         assert all(len(batch) == 1 or sum(batch) <= 10 for batch in towers.batches)
-        assert sum(towers.batches, []) == [1, 4, 4, 3, 30, 10, 1]
+        assert [patches for batch in towers.batches for patches in batch] == [1, 4, 4, 3, 30, 10, 1]
         assert len(towers.batches) < 7
         assert [features[0].item() for features in results] == [2 * i for i in range(7)]
 
@@ -116,7 +116,7 @@ async def test_room_is_held_back_while_a_full_batch_waits() -> None:
     async with batching(10) as (batcher, towers):
         await batcher.room()
         towers.gate.clear()
-        tasks = [asyncio.create_task(batcher.encode(item(patches))) for patches in (1, 6, 6)]
+        tasks = [asyncio.create_task(batcher.encode(item(patches))) for patches in (10, 6, 6)]
         await until(lambda: bool(towers.batches))
         room = asyncio.create_task(batcher.room())
         await asyncio.sleep(0.02)

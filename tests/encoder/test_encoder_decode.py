@@ -17,6 +17,7 @@ from services.models.image_sizes import UnsupportedSize
 
 FIELD = "messages[0].parts[1].image"
 MAX_PIXELS = 1_000_000
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow, about the damage done here
 EXIF_ORIENTATION = 0x0112
 
 
@@ -107,7 +108,9 @@ def test_the_first_frame_of_an_animation_is_taken() -> None:
         assert same(decode(data), first)
 
 
-@pytest.mark.parametrize("data", [b"not a picture at all", b"\xff\xd8\xff", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"\0" * 500, b""])
+@pytest.mark.parametrize(
+    "data", [b"not a picture at all", b"\xff\xd8\xff", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"\0" * 500, b""]
+)
 def test_other_files_are_refused_with_what_is_accepted(data: bytes) -> None:
     error = refused(data)
     assert "not a readable image; accepted are JPEG, PNG, WEBP, GIF, BMP, TIFF and AVIF" in error.message

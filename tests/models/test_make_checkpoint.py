@@ -151,9 +151,7 @@ def test_picture_changes_the_answer(vision_checkpoint: Path) -> None:
 def test_pictures_are_told_apart_by_order(vision_checkpoint: Path) -> None:
     model, _ = load(vision_checkpoint)
     red, blue = picture(120, 120, "red"), picture(120, 120, "blue")
-    first, second = (
-        last_logits(model, ask(vision_checkpoint, "Compare.", *pair)) for pair in ((red, blue), (blue, red))
-    )
+    first, second = (last_logits(model, ask(vision_checkpoint, "Compare.", *pair)) for pair in ((red, blue), (blue, red)))
     assert (first - second).abs().max() > 0.1
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import any_pb2, message
+from google.protobuf import message
 
 from triptych.common.v1 import error_pb2, media_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 Chat = gateway_pb2.ChatResponse
+TYPES = "type.googleapis.com/google.rpc."
 PROMPT = usage_pb2.PromptTokens(text=21, image=36)
 ITEM = gateway_pb2.MediaEstimate(
     modality=media_pb2.MODALITY_IMAGE,
@@ -54,9 +55,8 @@ class FakeGateway(gateway_pb2_grpc.ChatServiceServicer):
         )
 
     def ListModels(self, request, context):
-        model = gateway_pb2.Model(
-            name="tiny", family="qwen2_vl", max_model_len=4096, modalities=[media_pb2.MODALITY_IMAGE]
-        )
+        takes = [media_pb2.MODALITY_IMAGE]
+        model = gateway_pb2.Model(name="tiny", family="qwen2_vl", max_model_len=4096, modalities=takes)
         return gateway_pb2.ListModelsResponse(models=[model])
 
     def GetLoad(self, request, context):
@@ -87,13 +87,9 @@ class FakeGateway(gateway_pb2_grpc.ChatServiceServicer):
                 yield from [ADMITTED, *DELTAS, DONE]
                 return
             yield from after
-            packed = [
-                any_pb2.Any(
-                    type_url=f"type.googleapis.com/google.rpc.{item.DESCRIPTOR.name}", value=item.SerializeToString()
-                )
-                for item in details
-            ]
-            status = error_pb2.ErrorStatus(code=code.value[0], message=text, details=packed)
+            status = error_pb2.ErrorStatus(code=code.value[0], message=text)
+            for item in details:
+                status.details.add(type_url=TYPES + item.DESCRIPTOR.name, value=item.SerializeToString())
             context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
             context.abort(code, text)
 

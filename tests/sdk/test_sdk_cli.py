@@ -26,10 +26,8 @@ def test_ask_sends_media_in_command_line_order_before_the_question(gateway, tmp_
         (tmp_path / name).write_text(name)
     a, b, c = (str(tmp_path / name) for name in "abc")
     command = ["ask", "--image", a, "--audio", b, "what?", "--image", c, "--system", "Be brief.", "--seed", "3"]
-    assert (
-        main([*command, "--max-tokens", "9", "--temperature", "0", "--model", "tiny", "--address", gateway.address])
-        == 0
-    )
+    command += ["--max-tokens", "9", "--temperature", "0", "--model", "tiny", "--address", gateway.address]
+    assert main(command) == 0
     (request,) = gateway.requests
     system, user = request.messages
     assert system.parts[0].text == "Be brief."

@@ -11,10 +11,9 @@ from triptych import errors
 
 
 def texts_and_media(message):
-    return [
-        (part.WhichOneof("content"), part.text or part.image.data or part.audio.data or part.video.data)
-        for part in message.parts
-    ]
+    kinds = [part.WhichOneof("content") for part in message.parts]
+    contents = [getattr(part, kind) for part, kind in zip(message.parts, kinds, strict=True)]
+    return [(kind, getattr(content, "data", content)) for kind, content in zip(kinds, contents, strict=True)]
 
 
 def test_parts_keep_their_order(gateway, picture):
@@ -43,9 +42,8 @@ def test_a_conversation_with_roles_media_and_sampling(gateway):
         },
     ]
     with triptych.Client(gateway.address) as client:
-        client.chat(
-            messages, media=[triptych.image(b"x")], model="tiny", max_tokens=5, temperature=0, stop="\n", seed=None
-        )
+        media = [triptych.image(b"x")]
+        client.chat(messages, media=media, model="tiny", max_tokens=5, temperature=0, stop="\n", seed=None)
     request = gateway.requests[0]
     assert [message.role for message in request.messages] == [1, 2, 3, 2]
     assert [part.WhichOneof("content") for part in request.messages[3].parts] == ["image", "image", "text"]

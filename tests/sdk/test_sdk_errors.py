@@ -9,11 +9,8 @@ from triptych import errors
 from triptych.common.v1 import error_pb2
 
 RetryInfo = error_pb2.RetryInfo
-BAD_IMAGE = error_pb2.BadRequest(
-    field_violations=[
-        error_pb2.BadRequest.FieldViolation(field="messages[0].parts[0].image", description="not a picture")
-    ]
-)
+VIOLATION = error_pb2.BadRequest.FieldViolation(field="messages[0].parts[0].image", description="not a picture")
+BAD_IMAGE = error_pb2.BadRequest(field_violations=[VIOLATION])
 
 
 def caught(gateway, kind, **options):
@@ -24,14 +21,25 @@ def caught(gateway, kind, **options):
 
 
 def test_a_bad_part_names_its_field(gateway):
-    gateway.fail(
-        grpc.StatusCode.INVALID_ARGUMENT, "1 bad part", BAD_IMAGE, error_pb2.RequestInfo(request_id="server-side")
-    )
+    request = error_pb2.RequestInfo(request_id="server-side")
+    gateway.fail(grpc.StatusCode.INVALID_ARGUMENT, "1 bad part", BAD_IMAGE, request)
     error = caught(gateway, errors.InvalidArgument)
     assert error.violations == [("messages[0].parts[0].image", "not a picture")]
     assert (error.code, error.message) == (grpc.StatusCode.INVALID_ARGUMENT, "1 bad part")
     assert error.request_id == "server-side"
     assert str(error) == "1 bad part; messages[0].parts[0].image: not a picture"
+
+
+@pytest.mark.parametrize(
+    ("message", "text", "line"),
+    [
+        ("not a picture", "not a picture", "parts[0].image: not a picture"),
+        ("parts[0].image: not a picture", "not a picture", "parts[0].image: not a picture"),
+        ("bad request", "not a picture", "bad request; parts[0].image: not a picture"),
+    ],
+)
+def test_an_error_says_field_and_text_once(message, text, line):
+    assert str(errors.InvalidArgument(message, violations=(("parts[0].image", text),))) == line
 
 
 def test_too_long_says_limit_and_figure(gateway):
@@ -72,9 +80,8 @@ def test_every_code_has_a_class_and_is_tried_once(gateway, code, kind):
 
 
 def test_unavailable_is_retried_under_the_same_id(gateway):
-    gateway.fail(
-        grpc.StatusCode.UNAVAILABLE, "draining", RetryInfo(retry_delay=duration_pb2.Duration(nanos=1)), calls=2
-    )
+    soon = RetryInfo(retry_delay=duration_pb2.Duration(nanos=1))
+    gateway.fail(grpc.StatusCode.UNAVAILABLE, "draining", soon, calls=2)
     with triptych.Client(gateway.address) as client:
         assert client.chat("what?", timeout=5).text
     assert len(gateway.requests) == 3 and len(set(gateway.request_ids)) == 1

@@ -85,11 +85,15 @@ def up(tmp_path):
             text=True,
             start_new_session=True,
         )
-        started.append(process)
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        started.append((process, watchdog))
         return process
 
     yield start
-    for process in started:
+    for process, watchdog in started:
+        watchdog.cancel()
         process.kill()
         process.communicate()
 

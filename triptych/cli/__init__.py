@@ -29,9 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after --help (0) and wrong usage (2).
     """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
-        prog="triptych", description="Serves and asks multimodal models.", epilog=_EPILOG, formatter_class=raw
-    )
+    about = "Serves and asks multimodal models."
+    parser = _Parser(prog="triptych", description=about, epilog=_EPILOG, formatter_class=raw)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (ask, estimate, status, up):
         child = commands.add_parser(

@@ -2,7 +2,9 @@
 
 import queue
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +39,7 @@ class Stack:
         self._verbose = verbose
         self._children: dict[str, list[Child]] = {kind: [] for kind in _DRAIN_ORDER}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda received, frame: self._events.put(signal.Signals(received)))
+        threading.Thread(target=_forward_signals, args=(_watch_signals(), self._events), daemon=True).start()
 
     def start(self, kind: str, count: int, *flags: str) -> list[Child]:
         """Starts `count` processes of `python -m services.<kind>`; does not wait for them."""
@@ -98,6 +99,25 @@ class Stack:
         for children in self._children.values():
             for child in children:
                 child.kill()
+
+
+def _watch_signals() -> socket.socket:
+    """A socket that yields a byte for each signal.
+
+    A handler would not do: the main thread runs it, and can miss a signal that arrives just before it starts to wait.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: None)
+    return reader
+
+
+def _forward_signals(reader: socket.socket, events: "queue.SimpleQueue[Event]") -> None:
+    while numbers := reader.recv(16):
+        for number in numbers:
+            events.put(signal.Signals(number))
 
 
 def say(text: str) -> None:

@@ -1,0 +1,69 @@
+"""Greedy tokens through the running stack equal ``generate()``; the first step's logits within 1e-4."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.models.wire import from_chunk
+from tests.reference import NEW_TOKENS, Answer, Ask, Oracle, asks
+from tests.stack.conftest import RunningStack, gather_limited
+from triptych.common.v1 import sampling_pb2
+from triptych.gateway.v1 import gateway_pb2
+
+REQUESTS = 20
+ROLES = {"user": gateway_pb2.ROLE_USER, "assistant": gateway_pb2.ROLE_ASSISTANT, "system": gateway_pb2.ROLE_SYSTEM}
+
+
+def chat_request(ask: Ask, new_tokens: int = NEW_TOKENS) -> gateway_pb2.ChatRequest:
+    def part(p: str | bytes) -> gateway_pb2.Part:
+        return gateway_pb2.Part(text=p) if isinstance(p, str) else gateway_pb2.Part(image=gateway_pb2.Media(data=p))
+
+    messages = [gateway_pb2.Message(role=ROLES[role], parts=[part(p) for p in parts]) for role, parts in ask.turns]
+    sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, include_first_logits=True)
+    return gateway_pb2.ChatRequest(messages=messages, sampling=sampling)
+
+
+def check(ask: Ask, answer: Answer, tokens: list[int], responses: list[gateway_pb2.ChatResponse]) -> None:
+    assert tokens == answer.tokens
+    first = next(r.delta.first_logits for r in responses if r.delta.HasField("first_logits"))
+    assert float((from_chunk(first)[0] - answer.first_logits).abs().max()) < 1e-4
+    usage = responses[-1].done.usage
+    assert usage.prompt_tokens == len(answer.prompt)
+    assert usage.completion_tokens == NEW_TOKENS
+    details = usage.prompt_tokens_details
+    assert details.text + details.image == usage.prompt_tokens
+    assert bool(details.image) == bool(ask.pictures)
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "llama", "qwen2"])
+def asked(
+    request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path], start_stack: Callable[[str], RunningStack]
+) -> tuple[RunningStack, list[tuple[Ask, Answer]]]:
+    oracle = Oracle(checkpoint_dir(request.param))
+    made = asks(3, REQUESTS, oracle.multimodal)
+    if oracle.multimodal:
+        sides = [side for ask in made for picture in ask.pictures for side in picture.size]
+        assert {len(ask.pictures) for ask in made} == {0, 1, 2, 3} and min(sides) == 28 and max(sides) == 1500
+    return start_stack(request.param), [(ask, oracle.answer(ask)) for ask in made]
+
+
+@pytest.mark.asyncio
+async def test_alone(asked: tuple[RunningStack, list[tuple[Ask, Answer]]]) -> None:
+    stack, pairs = asked
+    for ask, answer in pairs:
+        check(ask, answer, *await stack.tokens(chat_request(ask)))
+
+
+@pytest.mark.asyncio
+async def test_sixteen_at_once(asked: tuple[RunningStack, list[tuple[Ask, Answer]]]) -> None:
+    stack, pairs = asked
+    limited = gather_limited(16)
+    results = await asyncio.gather(*(limited(stack.tokens(chat_request(ask))) for ask, _ in pairs))
+    for (ask, answer), result in zip(pairs, results, strict=True):
+        check(ask, answer, *result)
+    loads = stack.wait_until(lambda loads: not loads.busy(), 5)
+    assert loads.llm.largest_batch > 1, "requests were not batched"
