@@ -122,4 +122,5 @@ def _forward_signals(reader: socket.socket, events: "queue.SimpleQueue[Event]") 
 
 def say(text: str) -> None:
     """Tells the operator, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
