@@ -106,10 +106,10 @@ class AsyncClient(ClientBase):
         response = await self._unary(self._stub.GetLoad, gateway_pb2.GetLoadRequest(), self._attempts(timeout))
         return Load.from_proto(response)
 
-    async def ready(self, *, timeout: float | None = None) -> bool:
-        """Whether the gateway takes requests, by its health service."""
+    async def ready(self, service: str = CHAT_SERVICE, *, timeout: float | None = None) -> bool:
+        """Whether a service at this address takes requests, by its health; the gateway's unless another is named."""
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(health.CHECK)
-        return health.is_serving(await self._unary(check, health.request(CHAT_SERVICE), self._attempts(timeout)))
+        return health.is_serving(await self._unary(check, health.request(service), self._attempts(timeout)))
 
     async def close(self) -> None:
         """Closes the connection and cancels what runs on it."""

@@ -10,6 +10,7 @@ from triptych import errors
 
 MAX_TRIES = 3
 FIRST_BACKOFF = 0.2
+LONGEST = 30 * 24 * 3600.0  # seconds; gRPC takes a much later deadline for one that has passed
 
 
 class Attempts:
@@ -22,10 +23,12 @@ class Attempts:
         self.address = address
         self.timeout = timeout
         self.request_id = request_id or uuid.uuid4().hex
+        if not (self.request_id.isascii() and self.request_id.isprintable()):
+            raise errors.InvalidArgument("request_id: only printable ASCII characters can travel as an id")
         self.metadata: tuple[tuple[str, str], ...] = (("x-request-id", self.request_id),)
         if token is not None:
             self.metadata += (("authorization", f"Bearer {token}"),)
-        self._deadline = time.monotonic() + timeout
+        self._deadline = time.monotonic() + min(timeout, LONGEST)
         self._tries = 0
 
     def remaining(self) -> float:

@@ -1,7 +1,6 @@
 """Builds requests for both clients. It checks only what cannot be put on the wire; the gateway validates the rest."""
 
 import base64
-import binascii
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, TypeVar
 
@@ -69,8 +68,10 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
     turns = _turns(messages)
     media = options.get("media", ())
     turns[-1][1][:0] = [media] if isinstance(media, MediaPart) else list(media)
+    model = options.get("model", "default")
+    _check_unicode("model", model)
     request = kind(
-        model=options.get("model", "default"),
+        model=model,
         messages=[_message(index, role, content) for index, (role, content) in enumerate(turns)],
         sampling=_sampling({name: value for name, value in options.items() if name in Sampling.__annotations__}),
     )
@@ -105,8 +106,10 @@ def _part(path: str, part: object) -> gateway_pb2.Part:
     if isinstance(part, Mapping):
         part = _openai_part(path, part)
     if isinstance(part, str):
+        _check_unicode(path, part)
         return gateway_pb2.Part(text=part)
     if isinstance(part, MediaPart):
+        _check_unicode(path, part.url)
         source = gateway_pb2.Media(url=part.url) if part.url else gateway_pb2.Media(data=part.data)
         match part.modality:
             case "image":
@@ -129,7 +132,7 @@ def _openai_part(path: str, part: Mapping[str, Any]) -> str | MediaPart:
             return MediaPart(_URL_PARTS[kind], url=source if isinstance(source, str) else source["url"])
         if kind == "input_audio":
             return MediaPart("audio", data=base64.b64decode(part[kind]["data"], validate=True))
-    except (KeyError, TypeError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise _invalid(path, f"a malformed {kind} part: {error}") from error
     raise _invalid(path, f"unknown part type {kind!r}")
 
@@ -147,6 +150,14 @@ def _sampling(options: Mapping[str, Any]) -> sampling_pb2.SamplingParams:
         except (TypeError, ValueError) as error:
             raise _invalid(f"sampling.{name}", f"{value!r} is not allowed: {error}") from error
     return params
+
+
+def _check_unicode(path: str, text: str) -> None:
+    """Refuse what UTF-8 cannot carry: half of a surrogate pair, or an argument of the command line that was no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _invalid(path, f"character {error.start} is not valid Unicode text") from error
 
 
 def _invalid(path: str, text: str) -> InvalidArgument:

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import nn
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from scripts.embedded import pictures, questions
 
-# With the usual 10,000 the last ten of 24 frequencies, which carry the column, turn by less than 0.005 a column: the language
-# model would not see left from right. Ten keeps columns and rows apart and still tells a hundred tokens of text in order.
-ROPE_THETA = 10.0
 SPECIAL = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -84,7 +82,7 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2VLForConditionalGe
             max_position_embeddings=4096,
             rms_norm_eps=1e-6,
             tie_word_embeddings=True,
-            rope_parameters=dict(rope_type="default", rope_theta=ROPE_THETA, mrope_section=[4, 10, 10]),
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 10, 10]),
             bos_token_id=ids["<|endoftext|>"],
             eos_token_id=ids["<|im_end|>"],
             pad_token_id=ids["<|endoftext|>"],
@@ -124,6 +122,26 @@ def fan_in_init(model: Qwen2VLForConditionalGeneration, seed: int) -> None:
             std = (0.35 if residual else 1.0) * parameter[0].numel() ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     model.model.language_model.embed_tokens.weight.normal_(0, 0.07, generator=generator)
+    matching_head(model.model.language_model.layers[1].self_attn, generator)
+
+
+@torch.no_grad()
+def matching_head(attention: nn.Module, generator: torch.Generator) -> None:
+    """Start the last key-value head, and the queries that share it, as "look where your own word is said".
+
+    Queries and keys are one random projection, in the head's slowest frequencies, where position hardly matters. Whether a
+    picture shows a word is an equality of two things that each say nothing alone; without this start it is not found.
+    """
+    size, hidden = attention.head_dim, attention.k_proj.weight.shape[1]
+    still = torch.cat([torch.arange(size // 2 - 10, size // 2), torch.arange(size - 10, size)])
+    projection = 1.2 * torch.randn(len(still), hidden, generator=generator) * hidden**-0.5
+    kv_heads = attention.k_proj.weight.shape[0] // size
+    heads = attention.q_proj.weight.shape[0] // size
+    for linear, first, last in ((attention.k_proj, kv_heads - 1, kv_heads), (attention.q_proj, heads - heads // kv_heads, heads)):
+        linear.weight[first * size : last * size] = 0
+        linear.bias[first * size : last * size] = 0
+        for head in range(first, last):
+            linear.weight[head * size + still] = projection
 
 
 def save_processor(tokenizer: Qwen2Tokenizer, out: Path) -> None:

@@ -2,12 +2,12 @@
 
 Four lessons decide whether so small a model learns at all (docs/embedded-model.md tells how they were found):
 
-1. the tower first, with dense labels: each patch says the colour, shape and digit under it;
+1. the tower first, with dense labels: each patch says the colour, shape and digit under it, where that is, which it is from
+   the left and how many there are: nothing else tells the language model of places;
 2. each visual token must say its word through the language model's own output layer, which grounds the words;
-3. then the language model joins with the answers, while the two losses above fade.
-
-4. plain yes-or-no questions before negated ones: with both from the start, presence and answer are uncorrelated, and the
-   model stays at chance.
+3. then the language model joins with the answers, while the two losses above fade;
+4. each word of a question says, half-way up the language model, whether the picture shows it; and plain yes-or-no questions
+   come before negated ones: with both from the start, presence and answer are uncorrelated.
 
 One picture carries several question blocks that cannot see each other, so the picture is paid for once. Questions that
 come before their picture, system messages and talk without a picture have batches of their own.
@@ -35,16 +35,23 @@ from scripts.embedded.pictures import CELL, COLOR_NAMES, PATCH, SHAPES, Picture
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
-CLASSES = (len(COLOR_NAMES) + 1, len(SHAPES) + 1, 11)  # colour, shape, digit; class 0 is background
+CLASSES = (len(COLOR_NAMES) + 1, len(SHAPES) + 1, 11, 10, 5, 6)  # colour, shape, digit, place, rank, count; 0 is background
+FLAG_LAYER = 2  # the decoder layer behind which words say whether the picture shows them
 IGNORE = -100
+PLACE_WORDS = [
+    ["top", "left"], ["top"], ["top", "right"],
+    ["left"], ["center"], ["right"],
+    ["bottom", "left"], ["bottom"], ["bottom", "right"],
+]  # fmt: skip
 
 
 @dataclass
 class Batch:
     """Pictures of one size with their question blocks.
 
-    patches ``[pictures * cells * 4, patch_dim]`` float32, labels ``[pictures * cells * 4, 3]``, ids / targets / block
-    ``[pictures, length]``, positions ``[3, pictures, length]``; kinds[i] lists (kind, block) of picture i.
+    patches ``[pictures * cells * 4, patch_dim]`` float32, labels ``[pictures * cells * 4, len(CLASSES)]``, ids,
+    targets, weights, block and shown ``[pictures, length]``, positions ``[3, pictures, length]``; kinds[i] lists (kind, block)
+    of picture i.
     """
 
     grid: tuple[int, int]
@@ -52,7 +59,9 @@ class Batch:
     labels: torch.Tensor
     ids: torch.Tensor
     targets: torch.Tensor
+    weights: torch.Tensor
     block: torch.Tensor
+    shown: torch.Tensor
     positions: torch.Tensor
     kinds: list[list[tuple[str, int]]]
 
@@ -64,6 +73,8 @@ class Encoder:
         self.tokenizer = tokenizer
         self.special = {token: tokenizer.convert_tokens_to_ids(token) for token in build.SPECIAL}
         self.cache: dict[str, list[int]] = {}
+        words = [*COLOR_NAMES, *SHAPES]
+        self.attributes = {ids[0]: w for w in words for ids in (self.text(w), self.text(" " + w)) if len(ids) == 1}
 
     def text(self, words: str) -> list[int]:
         if words not in self.cache:
@@ -90,14 +101,21 @@ class Encoder:
             self.special["<|vision_end|>"],
         ]
         records = []
-        for _, triples in samples:
+        for picture, triples in samples:
+            things = picture.things if picture else []
+            present = {t.color for t in things} | {t.shape for t in things}
             record = _Record()
             record.append(lead, None)
             if picture and not question_first:
                 record.append_picture(vision, rows, columns)
             for number, (kind, question, answer) in enumerate(triples, 1):
                 record.fork(number)
-                record.append(self.text(question), None)
+                ids = self.text(question)
+                record.append(ids, None)
+                if things:
+                    record.shown[-len(ids) :] = [
+                        int(self.attributes[i] in present) if i in self.attributes else IGNORE for i in ids
+                    ]
                 if picture and question_first:
                     record.append_picture(vision, rows, columns)
                 record.append(self.end + self.turn("assistant"), None)
@@ -106,18 +124,22 @@ class Encoder:
             records.append(record)
         return self.collate(records, [p for p, _ in samples if p], (rows, columns))
 
-    def collate(self, records: list[_Record], shown: list[Picture], grid: tuple[int, int]) -> Batch:
+    def collate(self, records: list[_Record], seen: list[Picture], grid: tuple[int, int]) -> Batch:
         length = max(len(r.ids) for r in records)
         ids = np.zeros((len(records), length), np.int64)
         targets = np.full_like(ids, IGNORE)
+        weights = np.zeros(ids.shape, np.float32)
         block = np.full_like(ids, -1)
+        shown = np.full_like(ids, IGNORE)
         positions = np.zeros((3, *ids.shape), np.int64)
         for i, r in enumerate(records):
             n = len(r.ids)
-            ids[i, :n], targets[i, :n], block[i, :n], positions[:, i, :n] = r.ids, r.targets, r.block, np.array(r.positions).T
-        patches = np.concatenate([patchify(p) for p in shown]) if shown else np.zeros((0, 6 * PATCH * PATCH), np.float32)
-        labels = np.concatenate([patch_labels(p) for p in shown]) if shown else np.zeros((0, 3), np.int64)
-        tensors = (torch.from_numpy(x) for x in (patches, labels, ids, targets, block, positions))
+            ids[i, :n], targets[i, :n], block[i, :n], shown[i, :n] = r.ids, r.targets, r.block, r.shown
+            weights[i, :n] = r.weights
+            positions[:, i, :n] = np.array(r.positions).T
+        patches = np.concatenate([patchify(p) for p in seen]) if seen else np.zeros((0, 6 * PATCH * PATCH), np.float32)
+        labels = np.concatenate([patch_labels(p) for p in seen]) if seen else np.zeros((0, len(CLASSES)), np.int64)
+        tensors = (torch.from_numpy(x) for x in (patches, labels, ids, targets, weights, block, shown, positions))
         return Batch(grid, *tensors, [r.kinds for r in records])
 
 
@@ -127,7 +149,9 @@ class _Record:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.targets: list[int] = []
+        self.weights: list[float] = []  # every answer counts the same, however long
         self.block: list[int] = []
+        self.shown: list[int] = []
         self.positions: list[tuple[int, int, int]] = []
         self.kinds: list[tuple[str, int]] = []
         self.next = self.prefix_next = self.current = 0
@@ -140,7 +164,9 @@ class _Record:
     def append(self, ids: list[int], role: str | None) -> None:
         self.ids += ids
         self.targets += ids if role == "target" else [IGNORE] * len(ids)
+        self.weights += [1 / len(ids)] * len(ids)
         self.block += [self.current] * len(ids)
+        self.shown += [IGNORE] * len(ids)
         self.positions += [(p, p, p) for p in range(self.next, self.next + len(ids))]
         self.next += len(ids)
 
@@ -149,7 +175,9 @@ class _Record:
         start = self.next
         self.ids += vision[1:-1]
         self.targets += [IGNORE] * (rows * columns)
+        self.weights += [0.0] * (rows * columns)
         self.block += [self.current] * (rows * columns)
+        self.shown += [IGNORE] * (rows * columns)
         self.positions += [(start, start + r, start + c) for r in range(rows) for c in range(columns)]
         self.next = start + max(rows, columns)
         self.append(vision[-1:], None)
@@ -170,18 +198,30 @@ def patchify(picture: Picture) -> np.ndarray:
 
 
 def patch_labels(picture: Picture) -> np.ndarray:
-    """``[patches, 3]``: the colour, shape and digit class that covers most of each patch; ignored where unknown."""
+    """``[patches, len(CLASSES)]``: the classes of what covers most of each patch; ignored where unknown."""
     things = picture.things
+    width, height = picture.image.size
+    table = [(0, 0, 0, 0, 0, 0)]
     if picture.number is None:
-        table = [(0, 0, 0)] + [(COLOR_NAMES.index(t.color) + 1, SHAPES.index(t.shape) + 1, 0) for t in things]
+        ranks = sorted(range(len(things)), key=lambda i: things[i].x)
+        for i, t in enumerate(things):
+            place = 1 + 3 * third(t.y / height) + third(t.x / width)
+            known = (COLOR_NAMES.index(t.color) + 1, SHAPES.index(t.shape) + 1, 0)
+            table.append((*known, place, ranks.index(i) + 1, len(things)))
     else:
         color = IGNORE if picture.number_color is None else COLOR_NAMES.index(picture.number_color) + 1
-        table = [(0, 0, 0)] + [(color, 0, int(digit) + 1) for digit in picture.number]
+        for i, digit in enumerate(picture.number):
+            table.append((color, 0, int(digit) + 1, IGNORE, i + 1, len(picture.number)))
     h, w = picture.labels.shape[0] // PATCH, picture.labels.shape[1] // PATCH
     cells = merged_order(picture.labels.reshape(h, PATCH, w, PATCH).swapaxes(1, 2)).reshape(h * w, -1)
     counts = np.stack([(cells == i).sum(1) for i in range(len(table))], 1)
     counts[:, 0] = np.minimum(counts[:, 0], PATCH * PATCH * 3 // 4)  # a quarter of a patch is enough to count as ink
     return np.array(table, np.int64)[counts.argmax(1)]
+
+
+def third(share: float) -> int:
+    """0, 1 or 2: the near, middle or far third, the middle a little narrower."""
+    return 0 if share < 0.39 else 2 if share > 0.61 else 1
 
 
 class Trainer:
@@ -190,14 +230,20 @@ class Trainer:
     def __init__(self, model: Qwen2VLForConditionalGeneration, encoder: Encoder) -> None:
         self.model, self.encoder = model, encoder
         self.heads = nn.Linear(model.config.vision_config.embed_dim, sum(CLASSES))
+        self.flag = nn.Linear(model.config.text_config.hidden_size, 2)
+        self.halfway: list[torch.Tensor] = []
+        model.model.language_model.layers[FLAG_LAYER].register_forward_hook(lambda m, a, out: self.halfway.append(out))
         first = lambda words: encoder.text(words)[0]  # noqa: E731
         both = lambda word: [first(word), first(" " + word)]  # noqa: E731
         self.words = [
             torch.tensor([[0, 0]] + [both(c) for c in COLOR_NAMES]),
             torch.tensor([[0, 0]] + [both(s) for s in SHAPES]),
             torch.tensor([[0, 0]] + [[first(str(d))] * 2 for d in range(10)]),
+            torch.tensor([[0, 0]] + [[first(f" {w}") for w in (words * 2)[:2]] for words in PLACE_WORDS]),
+            torch.zeros(5, 2, dtype=torch.long),
+            torch.tensor([[0, 0]] + [[first(questions.NUMBER_WORDS[n])] * 2 for n in range(1, 6)]),
         ]
-        self.accuracy = [0.0, 0.0, 0.0]
+        self.accuracy = [0.0] * (len(CLASSES) + 1)
 
     def dense_loss(self, patches: torch.Tensor, merged: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Patches ``[n, vision_hidden]`` name their classes; cells ``[n / 4, hidden]`` say their words."""
@@ -210,10 +256,12 @@ class Trainer:
             ink = labels[:, k] > 0
             if ink.any():
                 right = (logit.argmax(-1) == labels[:, k])[ink].float().mean().item()
-                self.accuracy[k] = 0.97 * self.accuracy[k] + 0.03 * right
-        cells = labels.view(-1, 4, 3)
+                self.track(k, right)
+        cells = labels.view(-1, 4, len(CLASSES))
         wanted = torch.zeros(len(cells), self.model.lm_head.weight.shape[0])
         for k, table in enumerate(self.words):
+            if not table.any():
+                continue
             for corner in range(4):
                 label = cells[:, corner, k].clamp(min=0)
                 for spelling in range(2):
@@ -221,9 +269,26 @@ class Trainer:
         total = wanted.sum(1, keepdim=True)
         ink = total[:, 0] > 0
         if ink.any():
-            said = F.linear(self.model.model.language_model.norm(merged[ink]), self.model.lm_head.weight)
+            said = F.linear(self.words_norm(merged[ink]), self.model.lm_head.weight.detach())
             loss = loss - 0.3 * (wanted[ink] / total[ink] * F.log_softmax(said, -1)).sum(-1).mean()
         return loss
+
+    def words_norm(self, cells: torch.Tensor) -> torch.Tensor:
+        """The decoder's last norm, with weights that this loss does not move."""
+        norm = self.model.model.language_model.norm
+        return F.rms_norm(cells, cells.shape[-1:], norm.weight.detach(), norm.variance_epsilon)
+
+    def track(self, k: int, right: float) -> None:
+        self.accuracy[k] = 0.97 * self.accuracy[k] + 0.03 * right
+
+    def flag_loss(self, halfway: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+        """Words of questions ``[pictures, length, hidden]`` say whether the picture shows them."""
+        chosen = shown != IGNORE
+        if not chosen.any():
+            return halfway.new_zeros(())
+        logits = self.flag(F.layer_norm(halfway[chosen], halfway.shape[-1:]))
+        self.track(len(CLASSES), (logits.argmax(-1) == shown[chosen]).float().mean().item())
+        return F.cross_entropy(logits, shown[chosen])
 
     def forward(self, batch: Batch, language: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Answer loss, dense loss and ``[answer_tokens]`` of which were right; zeros where there is nothing to do."""
@@ -249,12 +314,16 @@ class Trainer:
             (block[:, None, :] == 0) | (block[:, :, None] == block[:, None, :])
         )
         mask = {"full_attention": visible[:, None]}
+        self.halfway.clear()
         hidden = language_model(inputs_embeds=embeds, position_ids=batch.positions, attention_mask=mask,
                                 use_cache=False).last_hidden_state  # fmt: skip
         wanted = batch.targets[:, 1:]
         chosen = wanted != IGNORE
         logits = F.linear(hidden[:, :-1][chosen], self.model.lm_head.weight)
-        return F.cross_entropy(logits, wanted[chosen]), dense, logits.argmax(-1) == wanted[chosen]
+        weights = batch.weights[:, 1:][chosen]
+        answers = (F.cross_entropy(logits, wanted[chosen], reduction="none") * weights).sum() / weights.sum()
+        answers = answers + 0.5 * self.flag_loss(self.halfway[0], batch.shown)
+        return answers, dense, logits.argmax(-1) == wanted[chosen]
 
     @torch.no_grad()
     def evaluate(self, seed: int, per_kind: int) -> dict[str, tuple[float, int]]:
@@ -297,12 +366,12 @@ def training_samples(
     if language and rng.random() < 0.03:
         return [(None, [("chat", *questions.chat(rng)) for _ in range(4)]) for _ in range(size)], False
     draw = rng.random()
-    if draw < 0.40:
+    if draw < 0.35:
         grid = rng.choice(pictures.SCENE_GRIDS)
         shown = [pictures.scene(rng, *grid) for _ in range(size)]
-    elif draw < 0.60:
+    elif draw < 0.68:
         shown = [pictures.easy_vqa(rng) if rng.random() < 0.5 else pictures.scene(rng, 4, 4, easy=True) for _ in range(size)]
-    elif draw < 0.85:
+    elif draw < 0.93:
         digits = rng.choice([1, 1, 2, 3])
         grid = rng.choice(pictures.NUMBER_GRIDS[digits])
         shown = [pictures.number(rng, *grid, digits) for _ in range(size)]
@@ -346,6 +415,7 @@ def save(
         "live": live,
         "average": average,
         "heads": trainer.heads.state_dict(),
+        "flag": trainer.flag.state_dict(),
         "optimizer": optimizer.state_dict(),
         "step": step,
     }
@@ -364,7 +434,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tower-steps", type=int, default=1500, help="steps with dense labels only")
     parser.add_argument("--negation-from", type=int, default=6000, help="first step with negated yes-or-no questions")
     parser.add_argument("--batch", type=int, default=24, help="pictures a step")
-    parser.add_argument("--rate", type=float, default=1.5e-3)
+    parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--decay", type=float, default=0.4, help="share of the steps, at the end, over which the rate falls")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
@@ -382,18 +452,18 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     build.save_processor(tokenizer, args.out)
     trainer = Trainer(model, Encoder(tokenizer))
-    parameters = [*model.parameters(), *trainer.heads.parameters()]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.05},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=args.rate, betas=(0.9, 0.97), fused=True)
+    language = [*model.model.language_model.parameters(), *trainer.flag.parameters()]
+    tower = [*model.model.visual.parameters(), *trainer.heads.parameters()]
+    optimizer = torch.optim.AdamW(
+        [{"params": language}, {"params": tower}], lr=args.rate, betas=(0.9, 0.98), weight_decay=0.02, fused=True
+    )
     average = {k: v.detach().clone() for k, v in model.state_dict().items()}
     first, log = 0, []
     if args.resume:
         state = torch.load(args.out / "resume.pt", weights_only=True)
         model.load_state_dict(state["live"])
         trainer.heads.load_state_dict(state["heads"])
+        trainer.flag.load_state_dict(state["flag"])
         optimizer.load_state_dict(state["optimizer"])
         average, first = state["average"], state["step"]
         log = json.loads((args.out / "training_log.json").read_text())
@@ -403,20 +473,21 @@ def main(argv: list[str] | None = None) -> None:
     )
     started, smooth, said, saved = time.time(), [0.0, 0.0, 0.0], time.time(), time.time()
     for step in range(first, args.steps):
-        language = step >= args.tower_steps
+        speaking = step >= args.tower_steps
         rng = random.Random(args.seed * 1_000_003 + step)
-        samples, question_first = training_samples(rng, args.batch, language, 0.5 if step >= args.negation_from else 0.0)
+        samples, question_first = training_samples(rng, args.batch, speaking, 0.5 if step >= args.negation_from else 0.0)
         batch = trainer.encoder.batch(rng, samples, question_first)
-        answer, dense, good = trainer.forward(batch, language)
+        answer, dense, good = trainer.forward(batch, speaking)
         progress = step / args.steps
-        loss = answer + (0.5 * (1 - progress) if language else 1.0) * dense
+        loss = answer + (0.5 * (1 - progress) if speaking else 1.0) * dense
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for part in (language, tower):  # apart, or the larger gradient of the one shrinks the steps of the other
+            torch.nn.utils.clip_grad_norm_(part, 1.0)
         optimizer.step()
-        keep = min(0.998, (step - first + 1) / (step - first + 20)) if not args.resume else 0.998
+        keep = min(0.996, (step + 1) / (step + 20))
         with torch.no_grad():
             for name, value in model.state_dict().items():
                 average[name].lerp_(value, 1 - keep)
@@ -429,13 +500,13 @@ def main(argv: list[str] | None = None) -> None:
             left = (args.steps - step - 1) * (said - started) / done / 60
             print(f"step {step + 1}/{args.steps}  answers {smooth[0]:.3f} ({smooth[2]:.3f} of tokens right)  "
                   f"dense {smooth[1]:.3f}  "
-                  f"patches colour/shape/digit {' '.join(f'{a:.2f}' for a in trainer.accuracy)}  "
+                  f"colour/shape/digit/place/rank/count/shown {' '.join(f'{a:.2f}' for a in trainer.accuracy)}  "
                   f"{(said - started) / done:.2f} s a step, {left:.0f} min left", flush=True)  # fmt: skip
         last = step + 1 == args.steps
         if last or time.time() - saved > 400:
             save(args.out, trainer, average, optimizer, step + 1, log, torch.bfloat16 if last else torch.float32)
             saved = time.time()
-            if language:
+            if speaking:
                 live = {k: v.detach().clone() for k, v in model.state_dict().items()}
                 model.load_state_dict(average)
                 scores = trainer.evaluate(1234, 36 if last else 9)

@@ -13,7 +13,13 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MESSAGE_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
 # gRPC's own reconnect backoff grows to two minutes; a restarted service should be found within a second.
 _RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000)]
-_CHANNEL_OPTIONS = [("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000), *_RECONNECT, *MESSAGE_OPTIONS]
+_CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.enable_http_proxy", 0),  # services are neighbours: http_proxy in the environment is not meant for them
+    *_RECONNECT,
+    *MESSAGE_OPTIONS,
+]
 DEFAULT_DEADLINE = 300.0  # seconds, where a caller set none
 _MARGIN = 0.05  # seconds kept back at each hop, so that the inner deadline passes first
 

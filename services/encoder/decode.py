@@ -53,7 +53,7 @@ def decode_image(data: bytes, field: str, max_pixels: int, check_size: Callable[
         _check(image, field, max_pixels, check_size)
         try:
             image.load()
-            return _turned(_rgb(image), _orientation(image))
+            return _turned(_rgb(image), _turn(image))
         except ServiceError:
             raise
         except _Unsupported as error:
@@ -96,15 +96,15 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _orientation(image: Image.Image) -> int:
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What the orientation tag asks for. Only whole numbers count, as in the gateway's probe, or the two sizes would differ."""
     try:
-        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # a damaged tag says nothing; viewers show such a picture as it is
-        return 1
+        return None
 
 
-def _turned(image: Image.Image, orientation: int) -> Image.Image:
-    turn = _TURNS.get(orientation)
+def _turned(image: Image.Image, turn: Image.Transpose | None) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 

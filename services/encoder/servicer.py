@@ -23,6 +23,8 @@ from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 DEFAULT_CHUNK_BYTES = 512 * 1024
+MAX_FETCH_ITEMS = 4096
+MAX_FIELD = 256  # characters; it comes back in error texts
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -55,6 +57,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         _name_request(request.request_id)
         if not request.items:
             raise invalid("items", "there must be at least one item to fetch")
+        if len(request.items) > MAX_FETCH_ITEMS:
+            raise invalid("items", f"there may be at most {MAX_FETCH_ITEMS} items to fetch, got {len(request.items)}")
         wanted = [(item.ref_id, item.start_row) for item in request.items]
         chunk_bytes = min(request.max_chunk_bytes or DEFAULT_CHUNK_BYTES, self._config.max_chunk_bytes)
         async with aclosing(read(self._store, wanted, chunk_bytes)) as events:
@@ -77,7 +81,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         )
 
     def _planned(self, request: encoder_pb2.EncodeRequest) -> Planned:
-        field = request.field or "data"
+        field = request.field[:MAX_FIELD] or "data"
         supported = self._checkpoint.family.modalities
         if not supported:
             raise invalid(field, f"the model {self._checkpoint.name} takes no media; send it text only, or serve another model")

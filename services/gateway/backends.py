@@ -34,7 +34,10 @@ def errors_of(peer: str) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise ServiceError.from_rpc(error, peer) from error
+        failure = ServiceError.from_rpc(error, peer)
+        if failure.reason == "REF_NOT_FOUND":  # an encoder that restarted; the client has never heard of refs
+            failure = unavailable("the encoder lost the request's media, as after a restart; try again")
+        raise failure from error
 
 
 class Backend:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import struct
 import warnings
+import zlib
 from dataclasses import dataclass
 
 from PIL import ExifTags, Image, features
@@ -16,6 +18,7 @@ from services.common.errors import invalid
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
 ACCEPTED = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
 _PNG = b"\x89PNG\r\n\x1a\n"
+_CHUNK = re.compile(rb"\w{4}")
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 Image.MAX_IMAGE_PIXELS = None  # probe_image has its own limit
@@ -40,7 +43,7 @@ def probe_image(data: bytes, field: str, *, max_pixels: int) -> ImageFacts:
     if not data:
         raise invalid(field, f"holds no bytes; send a picture as {ACCEPTED}")
     try:
-        with Image.open(io.BytesIO(_metadata_first(data)), formats=FORMATS) as image:
+        with _open(data) as image:
             width, height = image.size
             if _turned_sideways(image):
                 width, height = height, width
@@ -65,18 +68,30 @@ def _turned_sideways(image: Image.Image) -> bool:
         return False
 
 
-def _metadata_first(data: bytes) -> bytes:
-    """A PNG may state its orientation behind its pixels: bring such chunks to the front, where opening it finds them."""
+def _open(data: bytes) -> Image.Image:
+    """Open a picture so that its metadata is known, wherever its file has it, without decoding."""
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
     if not data.startswith(_PNG):
-        return data
+        return image
+    moved = _metadata_first(data, animated=getattr(image, "is_animated", False))
+    return image if moved is data else Image.open(io.BytesIO(moved), formats=FORMATS)
+
+
+def _metadata_first(data: bytes, *, animated: bool) -> bytes:
+    """A PNG may state its orientation behind its pixels: bring such chunks to the front, where opening it finds them.
+
+    Only what decoding reads counts: up to the end, a broken chunk or an animation's next frame. Checksums do not matter there.
+    """
     pixels, late = 0, []
     at = len(_PNG)
-    while at + 12 <= len(data):
+    while at + 8 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
-        end = at + 12 + length
+        end = at + 8 + length  # of the chunk but for its checksum
+        if kind == b"IEND" or not _CHUNK.fullmatch(kind) or (pixels and animated and kind == b"fcTL"):
+            break
         if kind == b"IDAT":
             pixels = pixels or at
         elif pixels and kind in _PNG_METADATA and end <= len(data):
-            late.append(data[at:end])
-        at = end
+            late.append(data[at:end] + struct.pack(">I", zlib.crc32(data[at + 4 : end])))
+        at = end + 4
     return data[:pixels] + b"".join(late) + data[pixels:] if late else data

@@ -48,7 +48,11 @@ class EngineFailure(Exception):
     """The step that held this sequence failed, or its logits were not numbers. The text is for the client."""
 
 
-Event = Token | Finished | EngineFailure
+class Aborted(Exception):
+    """Somebody else ended the request."""
+
+
+Event = Token | Finished | EngineFailure | Aborted
 
 
 @dataclass
@@ -85,9 +89,9 @@ class Engine:
         self._outbox: list[tuple[Request, Event]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread; events are delivered on ``loop``."""
-        self._loop = loop
+    def start(self, loop: asyncio.AbstractEventLoop, died: Callable[[], None] = lambda: None) -> None:
+        """Start the thread; events are delivered on ``loop``. ``died`` is called in the thread if a bug ends it."""
+        self._loop, self._died = loop, died
         self._thread.start()
 
     def stop(self) -> None:
@@ -131,6 +135,13 @@ class Engine:
         return True
 
     def _run(self) -> None:
+        try:
+            self._step_until_stopped()
+        except Exception:
+            logger.critical("the engine died", exc_info=True)
+            self._died()
+
+    def _step_until_stopped(self) -> None:
         busy = False
         while True:
             if not self._drain_commands(wait=not busy):
@@ -193,6 +204,10 @@ class Engine:
             token = request.chooser.choose(logits, len(sequence.output))
         except NanLogits:
             self._fail(sequence, "the model computed values that are not numbers for this request; try another dtype")
+            return
+        except Exception:
+            logger.exception("sampling failed")
+            self._fail(sequence, "no token could be chosen for this request; the log has the details")
             return
         first = not sequence.output
         sequence.append(token)

@@ -50,7 +50,8 @@ class TokenChooser:
 
     def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         s = self.sampling
-        probabilities = torch.softmax(logits / s.temperature, dim=-1)
+        # The largest logit becomes 0: divided by however small a temperature, it stays finite.
+        probabilities = torch.softmax((logits - logits.max()) / s.temperature, dim=-1)
         if s.min_p > 0:
             probabilities[probabilities < s.min_p * probabilities.max()] = 0
         if 0 < s.top_k < len(probabilities):

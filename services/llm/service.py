@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 import grpc
 
@@ -45,7 +46,8 @@ class LlmService:
         llm_pb2_grpc.add_LlmServiceServicer_to_server(self.servicer, server)
 
     async def start(self, readiness: Readiness, address: str) -> None:
-        self.engine.start(asyncio.get_running_loop())
+        # Without its engine the process would go on looking healthy while every request hangs.
+        self.engine.start(asyncio.get_running_loop(), died=lambda: os._exit(70))
         await readiness.set(True)
 
     async def settled(self) -> None:

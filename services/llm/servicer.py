@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import torch
 from services.common.channel import time_left
 from services.common.errors import ServiceError, invalid
 from services.llm.embeddings import FetchTimes, RemoteItem, RowFetcher
-from services.llm.engine import Engine, EngineFailure, Finished, Request, Token
+from services.llm.engine import Aborted, Engine, EngineFailure, Event, Finished, Request, Token
 from services.llm.merge import MediaRun
 from services.llm.sampler import Sampling
 from services.llm.sequence import Finish, RowSpan
@@ -31,7 +32,7 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
 
     def __init__(self, engine: Engine, fetcher: RowFetcher, checkpoint: Checkpoint, seed: int) -> None:
         self.engine, self.fetcher, self.checkpoint, self.seed = engine, fetcher, checkpoint, seed
-        self._active: dict[str, asyncio.Task[Any]] = {}
+        self._active: dict[str, Request] = {}
 
     async def Generate(
         self, request: llm_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -41,17 +42,16 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {request.request_id} is already running; use a new id"
             )
         engine_request = self._validated(request)
-        task = asyncio.current_task()
-        assert task is not None
-        self._active[request.request_id] = task
+        self._active[request.request_id] = engine_request
         fetching: asyncio.Task[FetchTimes] | None = None
         try:
             self.engine.submit(engine_request)
             if request.spans:
                 fetching = asyncio.create_task(self._fetch(request, engine_request, time_left(context)))
             yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
-            async for response in self._events(engine_request, fetching):
-                yield response
+            async with aclosing(self._events(engine_request, fetching)) as events:
+                async for response in events:
+                    yield response
         finally:
             self.engine.abort(engine_request)
             if fetching is not None:
@@ -59,8 +59,9 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
             del self._active[request.request_id]
 
     async def Abort(self, request: llm_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> llm_pb2.AbortResponse:
-        if task := self._active.get(request.request_id):
-            task.cancel()
+        if running := self._active.get(request.request_id):
+            self.engine.abort(running)
+            running.events.put_nowait(Aborted())  # cancelling its task instead would leave the caller without a status
         return llm_pb2.AbortResponse()
 
     async def GetLoad(
@@ -94,15 +95,15 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
 
     async def _events(
         self, request: Request, fetching: asyncio.Task[FetchTimes] | None
-    ) -> AsyncIterator[llm_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[llm_pb2.GenerateResponse, None]:
         """Engine events as messages; a failed fetch ends the stream with its error."""
         failure = asyncio.ensure_future(_first_error(fetching)) if fetching else None
+        getting: asyncio.Future[Event] | None = None
         try:
             while True:
                 getting = asyncio.ensure_future(request.events.get())
                 await asyncio.wait([getting, failure] if failure else [getting], return_when=asyncio.FIRST_COMPLETED)
                 if not getting.done():
-                    getting.cancel()
                     assert failure is not None
                     raise failure.result()
                 event = getting.result()
@@ -114,12 +115,15 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                 elif isinstance(event, Finished):
                     yield llm_pb2.GenerateResponse(done=_done(event, await _times(fetching)))
                     return
+                elif isinstance(event, Aborted):
+                    raise ServiceError(grpc.StatusCode.CANCELLED, "the request was ended by an Abort call", reason="ABORTED")
                 else:
                     assert isinstance(event, EngineFailure)
                     raise ServiceError(grpc.StatusCode.INTERNAL, str(event))
         finally:
-            if failure is not None:
-                failure.cancel()
+            for waiting in (getting, failure):
+                if waiting is not None:
+                    waiting.cancel()
 
     def _validated(self, request: llm_pb2.GenerateRequest) -> Request:
         """The engine's request.
@@ -149,6 +153,8 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                 f"prompt and answer may have {limit} tokens together; the prompt has {len(prompt)}, max_tokens is {max_tokens}",
                 reason="CONTEXT_LENGTH_EXCEEDED", limit=limit, requested=len(prompt) + max_tokens,
             )  # fmt: skip
+        if (last := max(sampling.stop_token_ids, default=0)) >= runner.vocab_size:
+            raise invalid("sampling.stop_token_ids", f"must be below the vocabulary size {runner.vocab_size}, got {last}")
         ends = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(self.checkpoint.end_token_ids)
         )
@@ -215,6 +221,8 @@ def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Check
         token = checkpoint.placeholder_id(modality)
         if any(t != token for t in prompt[span.offset : end]):
             raise invalid(f"spans[{i}]", f"must stand over placeholder tokens {token} only")
+        if checkpoint.family.positions_from_grid:
+            _check_grid(f"spans[{i}].grid", span, int(checkpoint.config["vision_config"].get("spatial_merge_size", 2)))
         if not span.ref.id or not span.ref.encoder_address:
             raise invalid(f"spans[{i}].ref", "must name a ref and its encoder")
         covered += span.rows
@@ -223,6 +231,13 @@ def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Check
     if stray:
         raise invalid("spans", f"{stray} placeholder tokens of the prompt belong to no span")
     return runs
+
+
+def _check_grid(field: str, span: media_pb2.Span, merge: int) -> None:
+    """The grid says as many rows as the span has: positions are made from it, as many as it says."""
+    t, h, w = span.grid.t, span.grid.h, span.grid.w
+    if h % merge or w % merge or t * h * w != span.rows * merge**2:
+        raise invalid(field, f"{t} x {h} x {w} patches, merged {merge} x {merge}, must give the span's {span.rows} rows")
 
 
 def _delta(tokens: list[Token]) -> llm_pb2.Delta:

@@ -24,8 +24,7 @@ def qwen_smart_resize(width: int, height: int, config: Mapping[str, Any], proces
     Raises:
         UnsupportedSize: one side is more than 200 times the other.
     """
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise UnsupportedSize(f"{width} x {height} pixels: one side may be at most {MAX_ASPECT} times the other")
+    _check_aspect(width, height)
     patch, merge = int(processor.get("patch_size", 14)), int(processor.get("merge_size", 2))
     factor = patch * merge
     size = processor.get("size") or {}
@@ -48,7 +47,12 @@ def llava_fixed(width: int, height: int, config: Mapping[str, Any], processor: M
 
     Source: Liu et al., "Improved Baselines with Visual Instruction Tuning" (arXiv 2310.03744), and ``LlavaProcessor`` of
     transformers 5.24: one class token is added by CLIP and dropped again by the "default" feature selection.
+
+    Raises:
+        UnsupportedSize: one side is more than 200 times the other. The processor would scale the short side up to the crop's
+            and then hold the long one: 3000 x 1 pixels become 2 GB.
     """
+    _check_aspect(width, height)
     vision = config["vision_config"]
     crop = processor.get("crop_size") or {}
     patch = int(processor.get("patch_size") or vision["patch_size"])
@@ -58,3 +62,8 @@ def llava_fixed(width: int, height: int, config: Mapping[str, Any], processor: M
     if (processor.get("vision_feature_select_strategy") or config.get("vision_feature_select_strategy", "default")) == "default":
         tokens -= 1
     return ItemPlan(Modality.IMAGE, tokens, Grid(1, rows, columns), rows * columns + 1)
+
+
+def _check_aspect(width: int, height: int) -> None:
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise UnsupportedSize(f"{width} x {height} pixels: one side may be at most {MAX_ASPECT} times the other")

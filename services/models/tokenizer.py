@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import count, pairwise
@@ -134,7 +135,7 @@ class PromptTokenizer:
         marked, start = [], 0
         for text in texts:
             end = start + len(text)
-            places = [start, *(c for c in cuts if start <= c < end), end]
+            places = [start, *cuts[bisect_left(cuts, start) : bisect_left(cuts, end)], end]
             marked.append(mark.join(joined[a:b] for a, b in pairwise(places)))
             start = end
         return marked
@@ -148,7 +149,8 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 
 def _unused_mark(text: str) -> str:
     """A string that ``text`` does not hold, framed by noncharacters so that no neighbour can complete or prolong it."""
-    return next(mark for n in count() if (mark := f"\ufdd0{n}\ufdd1") not in text)
+    used = set(re.findall("\ufdd0([0-9]+)\ufdd1", text))
+    return next(f"\ufdd0{n}\ufdd1" for n in count() if str(n) not in used)
 
 
 def _all_text(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -65,6 +65,13 @@ def test_orientation_is_applied(orientation: int, format: str) -> None:
     assert same(decode(data), expected)
 
 
+@pytest.mark.parametrize("kind, value", [(2, b"6\0\0\0"), (7, b"6\0\0\0"), (11, b"\xcd\xcc\xdc@")])  # text, bytes, 6.9
+def test_an_orientation_that_is_no_whole_number_is_ignored(kind: int, value: bytes) -> None:
+    tag = b"II*\0\x08\0\0\0\1\0" + bytes([0x12, 1, kind, 0, 1, 0, 0, 0]) + value + b"\0" * 4
+    data = file_bytes(picture(40, 24), "JPEG", exif=b"Exif\0\0" + tag)
+    assert same(decode(data), Image.open(io.BytesIO(data)).convert("RGB"))
+
+
 def test_a_damaged_orientation_tag_is_ignored() -> None:
     data = file_bytes(picture(40, 24), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f" + b"\xff" * 40)
     assert same(decode(data), Image.open(io.BytesIO(data)).convert("RGB"))

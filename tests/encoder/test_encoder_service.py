@@ -269,3 +269,11 @@ async def test_a_text_model_is_served_and_takes_no_media(checkpoint_dir: Dirs) -
             await client.encode(b"x", 4)
         error = error_of(caught.value)
         assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "parts[0].image")
+
+
+async def test_a_fetch_of_too_many_items_is_refused(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("qwen2_vl")) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.fetch(*["no such ref"] * 4097)
+        assert error_of(caught.value).code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "at most 4096" in error_of(caught.value).message

@@ -208,6 +208,10 @@ async def test_errors_of_the_backends_keep_their_details(qwen: Path) -> None:
             await answer(s, ask("x", picture(), picture()))
         assert errors[0].retry_delay == 2
         s.encoder.error = None
+        gone = ServiceError(CODE.NOT_FOUND, "this ref is not held here", reason="REF_NOT_FOUND", metadata={"ref_id": "7"})
+        s.llm.script = Script([], error=gone)  # an encoder that restarted: not what a client asked for
+        with refused(CODE.UNAVAILABLE, "lost the request's media"):
+            await answer(s, ask("x", picture()))
         s.llm.script = Script(complete=False)
         with refused(CODE.INTERNAL, "too early"):
             await answer(s, ask("x"))

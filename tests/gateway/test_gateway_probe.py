@@ -79,6 +79,23 @@ def test_orientation_behind_the_pixels_of_a_png() -> None:
     assert facts(data).digest == hashlib.sha256(data).digest()
 
 
+def test_late_metadata_counts_as_far_as_decoding_reads() -> None:
+    tag = chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0"))
+    plain = picture(40, 24)
+    moving = picture(40, 24, save_all=True, append_images=[Image.new("RGB", (40, 24), "red")])
+    end, frame = plain.index(b"IEND") - 4, moving.index(b"fcTL", moving.index(b"IDAT")) + 34
+    late = {
+        "wrong checksum": plain[:end] + tag[:-1] + b"x" + plain[end:],
+        "file ends in it": plain[:end] + tag[:-4],
+        "broken chunk first": plain[:end] + chunk(b"e\x01If", b"") + tag + plain[end:],
+        "behind the end": plain + tag,
+        "of the second frame": moving[:frame] + tag + moving[frame:],
+    }
+    sizes = {name: (facts(data).width, facts(data).height) for name, data in late.items()}
+    assert sizes == {name: viewed(data) for name, data in late.items()}
+    assert [name for name, size in sizes.items() if size == (24, 40)] == ["wrong checksum", "file ends in it"]
+
+
 def test_orientation_in_xmp() -> None:
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     for format in ("WEBP", "JPEG"):

@@ -40,8 +40,14 @@ def test_halves_round_to_even(half: int) -> None:
 
 
 def test_llava_counts_do_not_depend_on_the_size() -> None:
-    plans = {image_sizes.llava_fixed(w, h, CONFIG, {"patch_size": 14}) for w, h in [(1, 1), (336, 336), (5000, 3)]}
+    plans = {image_sizes.llava_fixed(w, h, CONFIG, {"patch_size": 14}) for w, h in [(1, 1), (336, 336), (600, 3)]}
     assert {plan.rows for plan in plans} == {576} and {plan.patches for plan in plans} == {577}
+
+
+@pytest.mark.parametrize(("width", "height"), [(201, 1), (1, 50_000_000)])
+def test_llava_refuses_strips_that_resizing_would_blow_up(width: int, height: int) -> None:
+    with pytest.raises(image_sizes.UnsupportedSize, match="200 times"):
+        image_sizes.llava_fixed(width, height, CONFIG, {"patch_size": 14})
 
 
 def test_llava_full_selection_keeps_the_class_token() -> None:

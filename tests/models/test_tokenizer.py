@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,3 +69,14 @@ def test_text_that_looks_like_a_mark_is_kept(folder: Path) -> None:
     text = "".join(f"\ufdd0{n}\ufdd1" for n in range(5)) + "<s>"
     ids = tokenizer.encode_chat([{"role": "user", "content": text}], add_special_tokens=True)
     assert text in tokenizer.fast.decode(ids, skip_special_tokens=True)
+
+
+def test_texts_full_of_marks_or_special_tokens_take_no_time(folder: Path) -> None:
+    """Each took time by the square of its length."""
+    tokenizer = PromptTokenizer(folder)
+    marks = "".join(f"\ufdd0{n}\ufdd1" for n in range(100_000))
+    special = [{"type": "text", "text": "</s>" * 200} for _ in range(1000)]
+    for content in marks, special:
+        started = time.monotonic()
+        tokenizer.encode_chat([{"role": "user", "content": content}], add_special_tokens=True)
+        assert time.monotonic() - started < 6.0

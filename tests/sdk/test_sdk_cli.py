@@ -72,6 +72,15 @@ def test_estimate_prints_tokens_media_and_cost(gateway, picture, capsys):
     assert (figures["media"][0]["modality"], figures["cost"]["kv_blocks"]) == ("image", 4)
 
 
+def test_status_of_one_service(gateway, capsys):
+    chat = "triptych.gateway.v1.ChatService"
+    assert main(["status", "--address", gateway.address, "--service", chat]) == 0
+    assert capsys.readouterr().out == "serving\n"
+    gateway.serving = False
+    assert main(["status", "--address", gateway.address, "--service", chat]) == 1
+    assert capsys.readouterr().out == "not serving\n"
+
+
 def test_status(gateway, capsys):
     assert main(["status", "--address", gateway.address]) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -186,3 +186,27 @@ def test_the_sdk_is_light():
     heavy = ("torch", "services", "google.rpc", "numpy")
     code = f"import sys, triptych, triptych.cli; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field"),
+    [
+        (["fine", "half a pair: \ud800"], {}, r"messages\[0\]\.parts\[1\]"),
+        ([triptych.image("data:image/png;base64,\udcff")], {}, r"messages\[0\]\.parts\[0\]"),
+        ("hi", {"model": "\udcff"}, "model"),
+        ("hi", {"stop": "\udcff"}, r"sampling\.stop"),
+        ("hi", {"request_id": "a\nb"}, "request_id"),
+        ("hi", {"request_id": "é"}, "request_id"),
+        ([{"type": "input_audio", "input_audio": {"data": "é"}}], {}, r"messages\[0\]\.parts\[0\]"),
+    ],
+)
+def test_what_cannot_be_sent_is_an_invalid_argument(gateway, messages, options, field):
+    with triptych.Client(gateway.address) as client, pytest.raises(errors.InvalidArgument, match=field):
+        client.chat(messages, **options)
+    assert not gateway.requests
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_an_endless_timeout_is_no_passed_deadline(gateway, timeout):
+    with triptych.Client(gateway.address, timeout=timeout) as client:
+        assert client.chat("what?").text

@@ -18,6 +18,7 @@ EXAMPLES = """examples:
 It prints `ready grpc=HOST:PORT` to stdout when it takes requests."""
 
 _POLL = 0.1
+_NEEDED = ("services", "uvloop", "prometheus_client", "tokenizers", "torch", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command: 0 after a clean drain, 1 if a service failed, 128 + signal if stopped before it was ready."""
-    if importlib.util.find_spec("services") is None:
-        say("triptych: error: the services are not installed: pip install 'triptych[all]'")
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        say(f"triptych: error: not installed: {', '.join(missing)}; run pip install 'triptych[all]'")
         return 1
     log_dir = args.log_dir
     if log_dir is not None:
