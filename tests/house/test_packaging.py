@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -37,3 +38,11 @@ def test_the_embedded_model_is_small_and_whole() -> None:
     assert weights and sum(f.stat().st_size for f in weights) <= 30_000_000
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "processor_config.json", "accuracy.json"):
         assert (folder / name).is_file(), name
+
+
+def test_the_readme_states_the_recorded_accuracy() -> None:
+    record = json.loads((ROOT / "services/models/embedded/accuracy.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    for group, figures in record.items():
+        row = f"| {group} | {figures['accuracy']:.1%} | {figures['questions']:,} |"
+        assert row in readme, f"the README should have the row {row}"
