@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +32,8 @@ from triptych.llm.v1 import llm_pb2
 logger = logging.getLogger(__name__)
 _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 _RETRY_SECONDS = 1.0
+_PROBE_THREADS = 4
+_LONG_TEXT = 64 * 1024  # characters; tokenising that many takes about 20 ms
 _UNKNOWN_BLOCK_SIZE = 16  # until a language model has published its own
 
 
@@ -71,6 +76,8 @@ class Chat:
     ) -> None:
         self._model, self._config, self._backends, self._ledger, self._background = model, config, backends, ledger, background
         self._validator, self._prompts = Validator(model, config), PromptMaker(model, config)
+        self._threads = ThreadPoolExecutor(_PROBE_THREADS, "probe")
+        self._long_text_thread = ThreadPoolExecutor(1, "probe-long")
         self.finished = 0
 
     @property
@@ -85,8 +92,12 @@ class Chat:
         return min((pool.block_size for pool in self._ledger.open_pools), default=_UNKNOWN_BLOCK_SIZE)
 
     async def prompt(self, request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> Prompt:
-        """Validate, probe and lay out, on a thread."""
-        return await asyncio.to_thread(lambda: self._prompts.make(self._validator.read(request)))
+        """Validate, probe and lay out, on a thread; long texts queue for one of their own, so that they hold up nobody else."""
+        size = sum(len(part.text) for message in request.messages for part in message.parts)
+        threads = self._long_text_thread if size > _LONG_TEXT else self._threads
+        context = contextvars.copy_context()
+        work = functools.partial(context.run, lambda: self._prompts.make(self._validator.read(request)))
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def max_tokens(self, prompt: Prompt) -> int:
         """Longest answer: what the request says, else the default as far as there is room."""

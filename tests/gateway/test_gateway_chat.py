@@ -321,6 +321,20 @@ async def test_a_long_prompt_does_not_block_the_loop(qwen: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_long_texts_do_not_hold_up_short_ones(qwen: Path) -> None:
+    """Sixteen texts of a megabyte take seconds of one thread; a short request that comes last passes them."""
+    async with stack(qwen) as s:
+        s.llm.script = Script([[5]], LENGTH)
+        long = [asyncio.create_task(answer(s, ask("word " * 200_000))) for _ in range(16)]
+        short = await answer(s, ask("hello"))
+        assert short[-1].HasField("done")
+        assert sum(task.done() for task in long) < 4
+        for task in long:
+            task.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+
+
+@pytest.mark.asyncio
 async def test_text_only_family(checkpoint_dir: Directory) -> None:
     async with stack(checkpoint_dir("llama"), with_encoder=False) as s:
         assert s.readiness.ready and not s.encoder.items

@@ -205,7 +205,8 @@ def test_without_services_it_says_what_to_install(tmp_path):
     command = [
         sys.executable,
         "-c",
-        "import sys; sys.modules['torch'] = sys.modules['uvloop'] = None; from triptych.cli import main; sys.exit(main(['up']))",
+        "import sys; sys.modules.update(dict.fromkeys(('services', 'uvloop', 'torch'))); "
+        "from triptych.cli import main; sys.exit(main(['up']))",
     ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)

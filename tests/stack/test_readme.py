@@ -26,7 +26,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """The fenced blocks of one language; "" for those without."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [body for name, body in fenced if name == language]
 
 
 def environment() -> dict[str, str]:
@@ -94,17 +96,19 @@ def test_console_blocks_name_real_commands() -> None:
         if words[0] == "docker-compose":
             assert all((ROOT / words[i + 1]).exists() for i, w in enumerate(words) if w == "-f")
             continue
-        words[0] = {".venv/bin/triptych": "triptych"}.get(words[0], words[0])
+        if words[0] == "source":
+            assert words[1:] == [".venv/bin/activate"]
+            continue
         position = 3 if words[0] == "python" else 2
         shown = subprocess.run([*words[:position], "--help"], capture_output=True, text=True, cwd=ROOT, env=environment()).stdout
         assert all(flag in shown for flag in words[position:] if flag.startswith("--")), line
 
 
 def test_the_tree_names_what_exists() -> None:
-    (tree,) = [b for b in re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL) if b.startswith("protos/")]
+    (tree,) = blocks("")
     parents: list[str] = []
     for line in tree.splitlines():
-        match = re.match(r"^( *)(\S+/)\s", line)
+        match = re.match(r"^( *)(\S+/)(\s|$)", line)
         if match:
             parents = [*parents[: len(match[1]) // 2], match[2]]
             assert (ROOT / "".join(parents)).is_dir(), line
