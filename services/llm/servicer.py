@@ -106,20 +106,21 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                 if not getting.done():
                     assert failure is not None
                     raise failure.result()
-                event = getting.result()
-                if isinstance(event, Token):
-                    events = [event]
-                    while not request.events.empty() and isinstance(request.events._queue[0], Token):  # type: ignore[attr-defined]
-                        events.append(request.events.get_nowait())  # type: ignore[arg-type]
-                    yield llm_pb2.GenerateResponse(delta=_delta(events))
-                elif isinstance(event, Finished):
-                    yield llm_pb2.GenerateResponse(done=_done(event, await _times(fetching)))
-                    return
-                elif isinstance(event, Aborted):
-                    raise ServiceError(grpc.StatusCode.CANCELLED, "the request was ended by an Abort call", reason="ABORTED")
-                else:
-                    assert isinstance(event, EngineFailure)
-                    raise ServiceError(grpc.StatusCode.INTERNAL, str(event))
+                events = [getting.result()]
+                while not request.events.empty():
+                    events.append(request.events.get_nowait())
+                if tokens := [e for e in events if isinstance(e, Token)]:
+                    yield llm_pb2.GenerateResponse(delta=_delta(tokens))
+                for event in events:
+                    match event:
+                        case Finished():
+                            yield llm_pb2.GenerateResponse(done=_done(event, await _times(fetching)))
+                            return
+                        case Aborted():
+                            text = "the request was ended by an Abort call"
+                            raise ServiceError(grpc.StatusCode.CANCELLED, text, reason="ABORTED")
+                        case EngineFailure():
+                            raise ServiceError(grpc.StatusCode.INTERNAL, str(event))
         finally:
             for waiting in (getting, failure):
                 if waiting is not None:

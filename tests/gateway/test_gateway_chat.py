@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from gateway_fakes import Script, Stack, ask, part, picture, refused, stack, unt
 from tokenizers import Tokenizer
 
 from services.common.errors import ServiceError, invalid
+from services.gateway.prompt import Prompt, PromptMaker
+from services.gateway.validator import Conversation
 from services.models.checkpoint import open_checkpoint
 from triptych.common.v1 import media_pb2, sampling_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2
@@ -321,17 +324,29 @@ async def test_a_long_prompt_does_not_block_the_loop(qwen: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_long_texts_do_not_hold_up_short_ones(qwen: Path) -> None:
-    """Sixteen texts of a megabyte take seconds of one thread; a short request that comes last passes them."""
+async def test_long_texts_do_not_hold_up_short_ones(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More long texts than threads wait to be tokenised for as long as it likes; a short request passes them all."""
+    begun, go_on = threading.Event(), threading.Event()
+    make = PromptMaker.make
+
+    def slow_for_long_texts(self: PromptMaker, conversation: Conversation) -> Prompt:
+        if any(len(p) > 100_000 for m in conversation.messages for p in m.parts if isinstance(p, str)):
+            begun.set()
+            assert go_on.wait(30)
+        return make(self, conversation)
+
+    monkeypatch.setattr(PromptMaker, "make", slow_for_long_texts)
     async with stack(qwen) as s:
         s.llm.script = Script([[5]], LENGTH)
-        long = [asyncio.create_task(answer(s, ask("word " * 200_000))) for _ in range(16)]
-        short = await answer(s, ask("hello"))
-        assert short[-1].HasField("done")
-        assert sum(task.done() for task in long) < 4
-        for task in long:
-            task.cancel()
-        await asyncio.gather(*long, return_exceptions=True)
+        long = [asyncio.create_task(answer(s, ask("word " * 40_000))) for _ in range(16)]
+        assert await asyncio.to_thread(begun.wait, 30)
+        try:
+            assert (await answer(s, ask("hello"), timeout=10))[-1].HasField("done")
+            assert not any(task.done() for task in long)
+        finally:
+            go_on.set()
+        refusals = await asyncio.gather(*long, return_exceptions=True)
+        assert all(isinstance(r, grpc.aio.AioRpcError) and r.code() == INVALID for r in refusals)
 
 
 @pytest.mark.asyncio

@@ -71,7 +71,7 @@ def test_the_stack_of_the_compose_file_answers() -> None:
             assert test[:2] == ["CMD", "triptych"]
             wait_healthy([sys.executable, "-m", *test[1:]], processes)
         with triptych.Client(f"127.0.0.1:{ports[2]}") as client:
-            result = client.chat([triptych.image(ROOT / "examples/shapes.png"), "What color is the circle?"], max_tokens=8)
+            result = client.chat([triptych.image(ROOT / "examples/circle.png"), "What color is the circle?"], max_tokens=8)
         assert result.text == "red"
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
