@@ -73,7 +73,6 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("llama", "LlamaForCausalLM"),
         Family("qwen2", "Qwen2ForCausalLM"),
-        Family("qwen3", "Qwen3ForCausalLM"),
     )
 }
 
