@@ -20,27 +20,25 @@ QUESTIONS = (
 )
 
 
+def ask(address: str, question: str, picture: Path) -> str:
+    """The answer of `triptych ask`, shown as it streams."""
+    command = [sys.executable, "-m", "triptych", "ask", question, "--image", str(picture), "--address", address, "--timings"]
+    answer = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while character := process.stdout.read(1):
+            print(character, end="", flush=True)
+            answer += character
+    return answer.strip() if process.returncode == 0 else ""
+
+
 def main() -> int:
     print("==> starting gateway, encoder and language model with the embedded model", flush=True)
     wrong = []
     with local_stack() as stack:
         for picture, question, expected in QUESTIONS:
             print(f'\n==> triptych ask "{question}" --image examples/{picture} --timings', flush=True)
-            command = [
-                sys.executable,
-                "-m",
-                "triptych",
-                "ask",
-                question,
-                "--image",
-                str(EXAMPLES / picture),
-                "--address",
-                stack.address,
-                "--timings",
-            ]
-            result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            print(result.stdout, end="", flush=True)
-            if result.returncode or result.stdout.strip() != expected:
+            if ask(stack.address, question, EXAMPLES / picture) != expected:
                 wrong.append(f"{question} should be answered {expected!r}")
         print("\n==> stopping", flush=True)
         code = stack.stop()

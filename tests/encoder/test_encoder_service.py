@@ -98,9 +98,8 @@ async def test_fetch_may_come_first_and_two_readers_get_all(checkpoint_dir: Dirs
         with gate(client):
             ref = await client.encode_picture(picture(100, 100))
             readers = [asyncio.create_task(client.fetch(ref, max_chunk_bytes=size)) for size in (300, 100_000)]
-            await asyncio.sleep(0.1)
+            await client.wait_until(lambda load: load.pending_items == 1)
             assert not any(reader.done() for reader in readers)
-            assert (await client.load()).pending_items == 1
         (first,), (second,) = await asyncio.gather(*readers)
         assert torch.equal(first.rows(), second.rows())
 
