@@ -93,18 +93,6 @@ class Picture:
     handwritten: bool = False
 
 
-def serving_size(width: int, height: int) -> tuple[int, int]:
-    """The size that the model's processor resizes a picture to (Qwen2-VL's smart resize)."""
-    h, w = round(height / CELL) * CELL, round(width / CELL) * CELL
-    if h * w > MAX_PIXELS:
-        beta = math.sqrt(height * width / MAX_PIXELS)
-        h, w = (max(CELL, math.floor(side / beta / CELL) * CELL) for side in (height, width))
-    elif h * w < MIN_PIXELS:
-        beta = math.sqrt(MIN_PIXELS / (height * width))
-        h, w = (math.ceil(side * beta / CELL) * CELL for side in (height, width))
-    return w, h
-
-
 @functools.cache
 def training_fonts() -> list[str]:
     return [p for p in all_fonts() if not p.endswith(HELD_OUT_FONTS)]

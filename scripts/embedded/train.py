@@ -142,6 +142,14 @@ class Trainer:
         answers = answers + 0.5 * self.flag_loss(self.halfway[0], batch.shown)
         return answers, dense, logits.argmax(-1) == wanted[chosen]
 
+    def evaluate_with(self, weights: dict[str, torch.Tensor], seed: int, per_kind: int) -> dict[str, tuple[float, int]]:
+        """:meth:`evaluate` with other weights than those in training."""
+        live = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+        self.model.load_state_dict(weights)
+        scores = self.evaluate(seed, per_kind)
+        self.model.load_state_dict(live)
+        return scores
+
     @torch.no_grad()
     def evaluate(self, seed: int, per_kind: int) -> dict[str, tuple[float, int]]:
         """Share of answers right to the last token, by kind, on fresh pictures; held-out fonts and writers."""
@@ -324,10 +332,7 @@ def main(argv: list[str] | None = None) -> None:
             save(args.out, trainer, average, optimizer, step + 1, log, torch.bfloat16 if last else torch.float32)
             saved = time.time()
             if speaking:
-                live = {k: v.detach().clone() for k, v in model.state_dict().items()}
-                model.load_state_dict(average)
-                scores = trainer.evaluate(1234, 36 if last else 9)
-                model.load_state_dict(live)
+                scores = trainer.evaluate_with(average, seed=1234, per_kind=36 if last else 9)
                 log.append({"step": step + 1, "minutes": round((time.time() - started) / 60, 1), "held_out": scores})
                 (args.out / "training_log.json").write_text(json.dumps(log, indent=1))
                 print("held out:", "  ".join(f"{kind} {score:.2f}" for kind, (score, _) in scores.items()), flush=True)

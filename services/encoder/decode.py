@@ -10,12 +10,11 @@ import warnings
 from collections.abc import Callable
 
 import numpy as np
-from PIL import ExifTags, Image, features
+from PIL import ExifTags, Image
 
 from services.common.errors import ServiceError, invalid
+from services.models.image_files import ACCEPTED, FORMATS
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
-ACCEPTED = ", ".join(FORMATS[:-1]) + f" and {FORMATS[-1]}"
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -10,13 +10,12 @@ import warnings
 import zlib
 from dataclasses import dataclass
 
-from PIL import ExifTags, Image, features
+from PIL import ExifTags, Image
 
 from services.common.errors import invalid
+from services.models.image_files import ACCEPTED, FORMATS
 
 # JPEG includes MPO; an animation counts as its first frame.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
-ACCEPTED = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _CHUNK = re.compile(rb"\w{4}")
 _PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")

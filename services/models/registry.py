@@ -33,7 +33,6 @@ class Family:
         placeholders: config key that holds each modality's placeholder token.
         towers: submodules of the base model that only the encoder half keeps.
         decoder: submodule of the base model that is the language model; "" means the base model itself.
-        shared: parameters of the base model that both halves keep.
         positions_from_grid: the merge needs each item's grid and the token types (M-RoPE).
     """
 

@@ -144,6 +144,16 @@ def encoder(fake: FakeEncoder) -> Any:
     return serve(encoder_pb2_grpc.add_EncoderServiceServicer_to_server, fake)
 
 
+@asynccontextmanager
+async def withheld(path: Path) -> AsyncIterator[tuple[Running, str, asyncio.Event]]:
+    """A service, and the address of an encoder that sends nothing until the event is set."""
+    async with running(path) as llm:
+        fake = good_encoder(llm)
+        fake.hold = asyncio.Event()
+        async with encoder(fake) as address:
+            yield llm, address, fake.hold
+
+
 @pytest.mark.asyncio
 async def test_bad_requests_name_the_field(checkpoint_dir: Callable[[str], Path]) -> None:
     async with running(checkpoint_dir("qwen2_vl")) as llm:
@@ -177,31 +187,25 @@ async def test_bad_requests_name_the_field(checkpoint_dir: Callable[[str], Path]
 
 @pytest.mark.asyncio
 async def test_an_id_runs_once_at_a_time(checkpoint_dir: Callable[[str], Path]) -> None:
-    async with running(checkpoint_dir("qwen2_vl")) as llm:
-        fake = good_encoder(llm)
-        fake.hold = asyncio.Event()
-        async with encoder(fake) as address:
-            first = llm.stub.Generate(llm.request("same", encoder=address), timeout=20)
-            assert (await first.read()).HasField("admitted")
-            assert (await llm.error(llm.request("same"))).code() == grpc.StatusCode.ALREADY_EXISTS
-            await llm.stub.Abort(llm_pb2.AbortRequest(request_id="same"), timeout=5)
-            with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-                await first.read()
-            await llm.stub.Abort(llm_pb2.AbortRequest(request_id="same"), timeout=5)
-            await llm.check_free()
+    async with withheld(checkpoint_dir("qwen2_vl")) as (llm, address, _):
+        first = llm.stub.Generate(llm.request("same", encoder=address), timeout=20)
+        assert (await first.read()).HasField("admitted")
+        assert (await llm.error(llm.request("same"))).code() == grpc.StatusCode.ALREADY_EXISTS
+        await llm.stub.Abort(llm_pb2.AbortRequest(request_id="same"), timeout=5)
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await first.read()
+        await llm.stub.Abort(llm_pb2.AbortRequest(request_id="same"), timeout=5)
+        await llm.check_free()
 
 
 @pytest.mark.asyncio
 async def test_text_goes_on_while_rows_are_withheld(checkpoint_dir: Callable[[str], Path]) -> None:
-    async with running(checkpoint_dir("qwen2_vl")) as llm:
-        fake = good_encoder(llm)
-        fake.hold = asyncio.Event()
-        async with encoder(fake) as address:
-            waiting = asyncio.create_task(llm.tokens(llm.request("picture", encoder=address)))
-            assert len(await llm.tokens(llm.request("text"))) == 3
-            assert not waiting.done()
-            fake.hold.set()
-            assert len(await waiting) == 3
+    async with withheld(checkpoint_dir("qwen2_vl")) as (llm, address, release):
+        waiting = asyncio.create_task(llm.tokens(llm.request("picture", encoder=address)))
+        assert len(await llm.tokens(llm.request("text"))) == 3
+        assert not waiting.done()
+        release.set()
+        assert len(await waiting) == 3
 
 
 @pytest.mark.asyncio
@@ -256,11 +260,8 @@ async def test_an_encoder_that_lies_or_is_away_fails_its_request_only(checkpoint
 
 @pytest.mark.asyncio
 async def test_rows_that_never_come_end_with_the_deadline(checkpoint_dir: Callable[[str], Path]) -> None:
-    async with running(checkpoint_dir("qwen2_vl")) as llm:
-        fake = good_encoder(llm)
-        fake.hold = asyncio.Event()
-        async with encoder(fake) as address:
-            error = await llm.error(llm.request(encoder=address), timeout=1)
-            assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            await llm.check_free()
-            fake.hold.set()
+    async with withheld(checkpoint_dir("qwen2_vl")) as (llm, address, release):
+        error = await llm.error(llm.request(encoder=address), timeout=1)
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await llm.check_free()
+        release.set()
