@@ -21,6 +21,7 @@ class LlmConfig(ServiceConfig):
     gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights and KV pool may take")
     max_num_batched_tokens: int = option(2048, "most tokens computed in a step")
     max_num_seqs: int = option(64, "most sequences in a step")
+    attention_backend: str = option("auto", "who computes attention; naive is slow and easy to read", ["auto", "naive", "gathered"])
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from services.llm import attention
-from services.llm.attention import KvPool, PrefillRows, StepPlan
+from services.llm import rope
+from services.llm.attention import choose_backend, hook
+from services.llm.attention.layers import probe_layers
+from services.llm.attention.pool import KvPool
+from services.llm.capacity import Demand, assign_groups, size_groups
 from services.llm.config import LlmConfig
 from services.llm.merge import MediaRun, MergedPrompt, Merger
 from services.llm.scheduler import Chunk
+from services.llm.step_builder import StepBuilder
 from services.models.checkpoint import Checkpoint
 from services.models.half import choose_device, choose_dtype, load_half, parameter_bytes
 from services.models.registry import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step yields.
+
+    Attributes:
+        sampling: chunks that yield a token, in the order of ``logits``.
+        logits: ``[len(sampling), vocab]`` in float32.
+        broken: chunks whose values are not numbers; none of them is in ``sampling``.
+        scored: by sequence id, float32 logits of every token of its chunk, where they were asked for.
+    """
+
+    sampling: list[Chunk]
+    logits: torch.Tensor
+    broken: list[Chunk]
+    scored: dict[str, torch.Tensor]
 
 
 class ModelRunner:
     """The loaded half, its KV pool, and the merged prompts of unfinished sequences.
 
     Attributes:
-        num_blocks: KV blocks in the pool, from the memory that was granted.
+        groups: layer groups with the blocks that the granted memory holds.
         max_model_len: most tokens of prompt and answer together.
     """
 
@@ -34,20 +57,36 @@ class ModelRunner:
         self.decoder = self.merger.decoder
         if not type(self.decoder)._supports_attention_backend:
             raise UnsupportedModel(f"{type(self.decoder).__name__} does not take a custom attention function, which paging needs")
-        self.decoder.config._attn_implementation = attention.NAME
+        self.decoder.config._attn_implementation = hook.NAME
         self.parameter_bytes = parameter_bytes(self.model)
         self.max_model_len = config.max_model_len or checkpoint.max_position_embeddings
         self.block_size = config.block_size
-        self.num_blocks = self._affordable_blocks(config)
-        text = self.decoder.config
-        self.pool = KvPool(
-            text.num_hidden_layers,
-            self.num_blocks,
+        rope.pin(self.decoder, self.max_model_len)
+        self._softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
+        self._head = self.model.get_output_embeddings()
+
+        layers = probe_layers(self.decoder, self._probe_arguments(), self.max_model_len)
+        kinds, group_of = assign_groups(layers, None)
+        demand = Demand(
+            config.block_size, self.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, self.merger.cross_rows
+        )
+        self.groups = size_groups(kinds, group_of, layers, demand, self._budget(config), self.dtype.itemsize)
+        pool = KvPool(
+            [(layer, group_of[layer.index]) for layer in layers],
+            [group.blocks for group in self.groups],
             config.block_size,
-            text.num_key_value_heads,
-            self._head_dim(),
             self.dtype,
             self.device,
+        )
+        self.pool = pool
+        self.builder = StepBuilder(
+            pool,
+            choose_backend(config.attention_backend, self.device),
+            layers,
+            group_of,
+            self.groups,
+            config.max_num_seqs,
+            self.max_model_len,
         )
         self._prompts: dict[str, MergedPrompt] = {}
 
@@ -59,128 +98,182 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return int(self._head.weight.shape[0])
 
     @torch.inference_mode()
-    def add(self, sequence_id: str, prompt: list[int], media: list[MediaRun]) -> None:
-        """Merge a new sequence's prompt; its media rows are zero until :meth:`write_rows`."""
-        self._prompts[sequence_id] = self.merger.merge(prompt, media)
+    def add(self, sequence_id: str, prompt: list[int], media: Sequence[MediaRun]) -> Sequence[tuple[int, int]]:
+        """Merge a new sequence's prompt; its media rows are zero until :meth:`write_rows`.
+
+        Returns:
+            The token ranges that one step must hold whole.
+        """
+        self._prompts[sequence_id] = merged = self.merger.merge(prompt, media)
+        return merged.atoms
+
+    def share(self, sequence_id: str, child_id: str) -> None:
+        """A further sequence with the same prompt."""
+        self._prompts[child_id] = self._prompts[sequence_id]
 
     @torch.inference_mode()
-    def write_rows(self, sequence_id: str, offset: int, rows: torch.Tensor) -> None:
-        """Put embedding rows ``[count, hidden]`` at ``offset`` in the prompt."""
-        embeds = self._prompts[sequence_id].embeds
-        embeds[offset : offset + len(rows)] = rows.to(embeds.dtype).to(embeds.device)
+    def write_rows(self, sequence_id: str, item: int, run: MediaRun, first: int, feature: int, rows: torch.Tensor) -> None:
+        """Put an item's rows ``[first, first + count)`` of a feature into the prompt."""
+        self._prompts[sequence_id].write(item, run, first, feature, rows.to(self.dtype).to(self.device))
 
     def remove(self, sequence_id: str) -> None:
         """Forget a sequence's prompt."""
         self._prompts.pop(sequence_id, None)
 
     @torch.inference_mode()
-    def clear_blocks(self, blocks: list[int]) -> None:
-        """Forget what blocks hold."""
-        self.pool.clear(blocks)
+    def prepare(self, copies: Sequence[tuple[int, int, int]], stale: Sequence[tuple[int, int]]) -> None:
+        """Carry out what the next step needs of the pool: copies (group, from, to), then blocks (group, block) to clear."""
+        self.pool.copy(copies)
+        self.pool.clear(stale)
 
     @torch.inference_mode()
-    def run(self, chunks: list[Chunk]) -> tuple[list[Chunk], torch.Tensor]:
-        """Compute one step.
-
-        Returns:
-            The chunks that yield a token, and their logits ``[len, vocab]`` in float32.
-        """
+    def run(self, chunks: Sequence[Chunk], scores: Collection[str] = ()) -> StepOutput:
+        """Compute one step; ``scores`` are the sequences whose every token's logits are wanted."""
         decodes = [c for c in chunks if c.sequence.decoding]
-        prefills = [c for c in chunks if not c.sequence.decoding]
+        prefills = [c for c in chunks if not c.sequence.decoding] if len(decodes) < len(chunks) else []
         ordered = decodes + prefills
-        embeds, positions = self._inputs(decodes, prefills)
-        token = attention.current_plan.set(self._plan(decodes, prefills))
+        arguments = self._inputs(decodes, prefills)
+        token = hook.current.set(self.builder.build(decodes, prefills, self._prompts))
         try:
-            hidden = self.decoder(
-                inputs_embeds=embeds[None],
-                position_ids=positions[:, None] if len(positions) > 1 else positions,
-                attention_mask=None,
-                use_cache=False,
-            ).last_hidden_state[0]  # [tokens, hidden]
+            hidden = self.decoder(attention_mask=None, use_cache=False, **arguments).last_hidden_state[0]  # [tokens, hidden]
         finally:
-            attention.current_plan.reset(token)
-        ends = torch.tensor([c.count for c in ordered]).cumsum(0) - 1
-        sampling = [i for i, c in enumerate(ordered) if c.samples]
-        logits = self.model.lm_head(hidden[ends[sampling].to(hidden.device)])
-        return [ordered[i] for i in sampling], logits.float()
+            hook.current.reset(token)
+        if not prefills:
+            last = hidden
+        else:
+            ends = torch.tensor([c.count for c in ordered]).cumsum(0) - 1
+            last = hidden[ends.to(hidden.device)]  # [chunks, hidden]
+        # values that are not numbers spread to every later token of their sequence, so the last token tells
+        sound = torch.isfinite(last).all(1).tolist()
+        sampling = [i for i, c in enumerate(ordered) if sound[i] and c.samples]
+        logits = self._logits(last if len(sampling) == len(ordered) else last[sampling])
+        scored = {}
+        if scores:
+            start = 0
+            for chunk in ordered:
+                if chunk.sequence.id in scores:
+                    scored[chunk.sequence.id] = self._logits(hidden[start : start + chunk.count])
+                start += chunk.count
+        return StepOutput([ordered[i] for i in sampling], logits, [c for c, ok in zip(ordered, sound, strict=True) if not ok], scored)
 
-    def _inputs(self, decodes: list[Chunk], prefills: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings ``[tokens, hidden]`` and positions ``[axes, tokens]`` of a step."""
-        embeds: list[torch.Tensor] = []
-        positions: list[torch.Tensor] = []
-        answers = [t for c in decodes for t in self._answer_tokens(c)]
-        answers += [t for c in prefills for t in self._answer_tokens(c)]
-        embedded = self.merger.embed(torch.tensor(answers, dtype=torch.long, device=self.device))  # [answers, hidden]
-        at = len(decodes)
-        if decodes:
-            embeds.append(embedded[:at])
-            numbers = [self._prompts[c.sequence.id].position(c.start) for c in decodes]
-            positions.append(torch.tensor([numbers], device=self.device).expand(self._axes(decodes), -1))
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._head(hidden)
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits.float()  # type: ignore[no-any-return]
+
+    def _inputs(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk]) -> dict[str, Any]:
+        """The decoder's arguments for a step."""
+        prompts = self._prompts
+        answers = [c.sequence.output[-1] for c in decodes]
+        numbers = [prompts[c.sequence.id].position(c.start) for c in decodes]
+        for c in prefills:  # a preempted sequence computes its own answer again
+            if c.start + c.count > len(c.sequence.prompt):
+                first = max(c.start, len(c.sequence.prompt))
+                answers += c.sequence.tokens(first, c.start + c.count)
+                numbers += [prompts[c.sequence.id].position(i) for i in range(first, c.start + c.count)]
+        ids = torch.tensor(answers, dtype=torch.long, device=self.device)
+        embedded = self.merger.embed(ids)  # [answers, hidden]
+        positions = torch.tensor(numbers, dtype=torch.long, device=self.device).expand(self.merger.axes, -1)
+        per_layer = self.merger.per_layer_inputs(ids)
+        if prefills:
+            cuts = _Cuts(decodes, prefills, prompts)
+            embedded = cuts.mix(embedded, [p.embeds for p in cuts.prompts])
+            positions = cuts.mix(positions.T, [p.positions.expand(self.merger.axes, -1).T for p in cuts.prompts]).T
+            if per_layer is not None:
+                per_layer = cuts.mix(per_layer, [p.per_layer for p in cuts.prompts])
+        arguments: dict[str, Any] = {"inputs_embeds": embedded[None], "position_ids": positions[:, None]}
+        if self.merger.axes == 1:
+            arguments["position_ids"] = positions
+        if per_layer is not None:
+            arguments["per_layer_inputs"] = per_layer[None]
+        if self.merger.deepstack_levels and prefills:
+            arguments |= self._deepstack(decodes, prefills)
+        if self.merger.family.cross:
+            arguments |= self._cross([*decodes, *prefills])
+        return arguments
+
+    def _deepstack(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk]) -> dict[str, Any]:
+        """Features that are added to media tokens inside the decoder."""
+        where = [torch.zeros(len(decodes), dtype=torch.bool, device=self.device)]
+        features = []
         for c in prefills:
-            prompt, length = self._prompts[c.sequence.id], len(c.sequence.prompt)
-            stop = c.start + c.count
-            embeds.append(prompt.embeds[c.start : min(stop, length)])
-            positions.append(prompt.positions[:, c.start : min(stop, length)])
-            if stop > length:  # a preempted sequence computes its own answer again
-                first = max(c.start, length)
-                embeds.append(embedded[at : at + stop - first])
-                numbers = [prompt.position(i) for i in range(first, stop)]
-                positions.append(torch.tensor([numbers], device=self.device).expand(len(prompt.positions), -1))
-                at += stop - first
-        axes = max(len(p) for p in positions)
-        return torch.cat(embeds), torch.cat([p.expand(axes, -1) for p in positions], dim=1)
+            prompt, stop = self._prompts[c.sequence.id], c.start + c.count
+            inside = torch.zeros(c.count, dtype=torch.bool, device=self.device)
+            if prompt.media is not None and prompt.media_before is not None and prompt.deepstack is not None:
+                end = min(stop, len(prompt.embeds))
+                if end > c.start:
+                    inside[: end - c.start] = prompt.media[c.start : end]
+                    features.append(prompt.deepstack[:, int(prompt.media_before[c.start]) : int(prompt.media_before[end])])
+            where.append(inside)
+        if not features:
+            return {}
+        return {"visual_pos_masks": torch.cat(where)[None], "deepstack_visual_embeds": list(torch.cat(features, dim=1))}
 
-    def _axes(self, chunks: list[Chunk]) -> int:
-        return max(len(self._prompts[c.sequence.id].positions) for c in chunks)
+    def _cross(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Media rows whose keys this step stores, and which tokens follow a picture; nothing if no sequence has media."""
+        counts, states = [], []
+        for c in chunks:
+            cross = self._prompts[c.sequence.id].cross
+            if cross is None:
+                counts.append(torch.zeros(c.count, dtype=self.dtype, device=self.device))
+                continue
+            at = torch.arange(c.start, c.start + c.count, device=self.device).clamp(max=len(cross.counts) - 1)
+            counts.append(cross.counts[at].to(self.dtype))
+            if c.start == c.sequence.started:
+                states.append(cross.states)
+        if all(self._prompts[c.sequence.id].cross is None for c in chunks):
+            return {"cross_attention_states": None}
+        none = torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
+        return {
+            "cross_attention_states": torch.cat([none, *states])[None],
+            "full_text_row_masked_out_mask": torch.cat(counts)[None, None, :, None],
+        }
 
-    @staticmethod
-    def _answer_tokens(chunk: Chunk) -> list[int]:
-        length = len(chunk.sequence.prompt)
-        return chunk.sequence.output[max(0, chunk.start - length) : max(0, chunk.start + chunk.count - length)]
+    def _probe_arguments(self) -> dict[str, Any]:
+        """A call with one token and, for cross-attention, two rows."""
+        ids = torch.zeros(1, dtype=torch.long, device=self.device)
+        positions = torch.zeros(self.merger.axes, 1, dtype=torch.long, device=self.device)
+        arguments: dict[str, Any] = {
+            "inputs_embeds": self.merger.embed(ids)[None],
+            "position_ids": positions[:, None] if self.merger.axes > 1 else positions,
+            "attention_mask": None,
+            "use_cache": False,
+        }
+        if (per_layer := self.merger.per_layer_inputs(ids)) is not None:
+            arguments["per_layer_inputs"] = per_layer[None]
+        if self.merger.family.cross:
+            arguments["cross_attention_states"] = arguments["inputs_embeds"].repeat(1, 2, 1)
+        return arguments
 
-    def _plan(self, decodes: list[Chunk], prefills: list[Chunk]) -> StepPlan:
-        size = self.block_size
-        slots = [
-            c.sequence.block_table[i // size] * size + i % size
-            for c in decodes + prefills
-            for i in range(c.start, c.start + c.count)
-        ]
-        most = max((len(c.sequence.block_table) for c in decodes), default=0)
-        padding = self.pool.padding_block
-        tables = [c.sequence.block_table + [padding] * (most - len(c.sequence.block_table)) for c in decodes]
-        rows, start = [], len(decodes)
-        for c in prefills:
-            blocks = c.sequence.block_table[: -(-(c.start + c.count) // size)]
-            rows.append(PrefillRows(start, c.count, c.start, torch.tensor([blocks], device=self.device)))
-            start += c.count
-        return StepPlan(
-            self.pool,
-            torch.tensor(slots, device=self.device),
-            len(decodes),
-            torch.tensor(tables, dtype=torch.long, device=self.device).reshape(len(decodes), most),
-            torch.tensor([c.start + 1 for c in decodes], dtype=torch.long, device=self.device),
-            rows,
-        )
-
-    def _head_dim(self) -> int:
-        text: Any = self.decoder.config
-        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-    def _affordable_blocks(self, config: LlmConfig) -> int:
-        """Blocks that fit into the granted memory, at most what ``max_num_seqs`` full contexts need."""
-        text: Any = self.decoder.config
-        row = 2 * text.num_hidden_layers * text.num_key_value_heads * self._head_dim() * self.dtype.itemsize
+    def _budget(self, config: LlmConfig) -> int:
+        """Bytes that the KV pool may take."""
         budget = config.kv_cache_memory_bytes
         if self.device != "cpu":
             free, total = torch.cuda.mem_get_info(self.device)
             budget = min(budget, int(free - (1 - config.gpu_memory_utilization) * total))
-        affordable = budget // (row * config.block_size)
-        useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
-        if affordable < 1:
-            raise UnsupportedModel(
-                f"the KV pool may take {budget} bytes but one block needs {row * config.block_size}; grant it more memory"
-            )
-        return int(min(affordable, useful))
+        return budget
+
+
+class _Cuts:
+    """Assembles rows of a step: decoding tokens, then each chunk's share of its prompt and of its answer."""
+
+    def __init__(self, decodes: Sequence[Chunk], prefills: Sequence[Chunk], prompts: dict[str, MergedPrompt]) -> None:
+        self.prompts = [prompts[c.sequence.id] for c in prefills]
+        self._decodes, self._prefills = len(decodes), prefills
+
+    def mix(self, answers: torch.Tensor, prompts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """``answers``: rows of answer tokens, first one per decode, then those of the chunks; ``prompts``: all rows of each."""
+        parts, at = [answers[: self._decodes]], self._decodes
+        for chunk, rows in zip(self._prefills, prompts, strict=True):
+            assert rows is not None
+            stop = chunk.start + chunk.count
+            parts.append(rows[chunk.start : min(stop, len(rows))])
+            more = stop - max(chunk.start, len(rows))
+            if more > 0:
+                parts.append(answers[at : at + more])
+                at += more
+        return torch.cat(parts)

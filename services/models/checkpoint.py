@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -51,7 +52,9 @@ class Checkpoint:
     def placeholder_id(self, modality: Modality) -> int:
         """The token that stands for one embedding row."""
         key = self.family.placeholders[modality]
-        value = self.config.get(key, self.config.get(key.replace("_index", "_id")))
+        *path, key = key.split(".")
+        holder = functools.reduce(lambda config, name: config.get(name) or {}, path, self.config)
+        value = next((holder[k] for k in (key, key.replace("_index", "_id"), key.replace("_id", "_index")) if k in holder), None)
         if value is None:
             raise UnsupportedModel(f"config.json has no {key}, which a {self.family.model_type} checkpoint needs")
         return int(value)

@@ -45,7 +45,7 @@ def half_class(original: type, family: Family, half: Half) -> Any:
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             if half == "encoder":
-                _drop(self.base_model, (family.decoder,))
+                _drop(self.base_model, (family.decoder, *family.language))
                 _drop(self, ("lm_head",))
                 self._tied_weights_keys = self.base_model._tied_weights_keys = None
                 self.all_tied_weights_keys: dict[str, str] = {}

@@ -6,6 +6,7 @@ function where its token counts follow a new scheme, and a row in the equality t
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,17 @@ from services.models.media import ItemPlan, Modality
 ImageScheme = Callable[[int, int, Mapping[str, Any], Mapping[str, Any]], ItemPlan]
 # Layer types that a packed, paged step can run; anything else keeps state that would mix across sequences.
 PROVEN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+class Attention(enum.Enum):
+    """Which tokens of a prompt see later ones.
+
+    causal: none. image_spans: those of an image see all of it. prefix: the whole prompt sees itself.
+    """
+
+    CAUSAL = "causal"
+    IMAGE_SPANS = "image_spans"
+    PREFIX = "prefix"
 
 
 class UnsupportedModel(ValueError):
@@ -33,7 +45,11 @@ class Family:
         placeholders: config key that holds each modality's placeholder token.
         towers: submodules of the base model that only the encoder half keeps.
         decoder: submodule of the base model that is the language model; "" means the base model itself.
-        positions_from_grid: the merge needs each item's grid and the token types (M-RoPE).
+        language: submodules of the base model that only the language-model half keeps, where ``decoder`` is "".
+        positions_from_grid: positions depend on each item's grid (M-RoPE).
+        attention: which tokens of a prompt see later ones.
+        token_types: name of the argument that tells media tokens from text, where attention is not causal.
+        cross: rows are read by cross-attention layers instead of standing in the prompt.
     """
 
     model_type: str
@@ -42,13 +58,22 @@ class Family:
     placeholders: Mapping[Modality, str] = field(default_factory=dict)
     towers: tuple[str, ...] = ()
     decoder: str = ""
+    language: tuple[str, ...] = ()
     positions_from_grid: bool = False
+    attention: Attention = Attention.CAUSAL
+    token_types: str = "token_type_ids"
+    cross: bool = False
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
         """What it takes besides text."""
         return tuple(self.placeholders)
 
+
+_IMAGE, _VIDEO, _AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
+_VISION_TOWER = ("vision_tower", "multi_modal_projector")
+_IDEFICS_TOWER = ("vision_model", "connector")
+_QWEN_VISION = {_IMAGE: "image_token_id", _VIDEO: "video_token_id"}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -57,8 +82,32 @@ FAMILIES: dict[str, Family] = {
             "qwen2_vl",
             "Qwen2VLForConditionalGeneration",
             image=image_sizes.qwen_smart_resize,
-            placeholders={Modality.IMAGE: "image_token_id"},
+            placeholders=_QWEN_VISION,
             towers=("visual",),
+            decoder="language_model",
+            positions_from_grid=True,
+        ),
+        Family(
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            placeholders=_QWEN_VISION,
+            towers=("visual",),
+            decoder="language_model",
+            positions_from_grid=True,
+        ),
+        Family(
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            placeholders=_QWEN_VISION,
+            towers=("visual",),
+            decoder="language_model",
+            positions_from_grid=True,
+        ),
+        Family(
+            "qwen2_5_omni_thinker",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index", _AUDIO: "audio_token_index"},
+            towers=("visual", "audio_tower"),
             decoder="language_model",
             positions_from_grid=True,
         ),
@@ -66,12 +115,106 @@ FAMILIES: dict[str, Family] = {
             "llava",
             "LlavaForConditionalGeneration",
             image=image_sizes.llava_fixed,
-            placeholders={Modality.IMAGE: "image_token_index"},
-            towers=("vision_tower", "multi_modal_projector"),
+            placeholders={_IMAGE: "image_token_index"},
+            towers=_VISION_TOWER,
             decoder="language_model",
         ),
+        Family(
+            "llava_next",
+            "LlavaNextForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_index"},
+            towers=_VISION_TOWER,
+            decoder="language_model",
+        ),
+        Family(
+            "llava_onevision",
+            "LlavaOnevisionForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index"},
+            towers=_VISION_TOWER,
+            decoder="language_model",
+        ),
+        Family(
+            "internvl",
+            "InternVLForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_id"},
+            towers=_VISION_TOWER,
+            decoder="language_model",
+        ),
+        Family(
+            "smolvlm",
+            "SmolVLMForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_id"},
+            towers=_IDEFICS_TOWER,
+            decoder="text_model",
+        ),
+        Family(
+            "idefics3",
+            "Idefics3ForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_id"},
+            towers=_IDEFICS_TOWER,
+            decoder="text_model",
+        ),
+        Family(
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_index"},
+            towers=_VISION_TOWER,
+            decoder="language_model",
+            attention=Attention.IMAGE_SPANS,
+        ),
+        Family(
+            "gemma4",
+            "Gemma4ForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_id"},
+            towers=("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
+            decoder="language_model",
+            attention=Attention.IMAGE_SPANS,
+            token_types="mm_token_type_ids",
+        ),
+        Family(
+            "paligemma",
+            "PaliGemmaForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_index"},
+            towers=_VISION_TOWER,
+            decoder="language_model",
+            attention=Attention.PREFIX,
+        ),
+        Family(
+            "mllama",
+            "MllamaForConditionalGeneration",
+            placeholders={_IMAGE: "image_token_index"},
+            towers=("vision_model", "multi_modal_projector"),
+            decoder="language_model",
+            cross=True,
+        ),
+        Family(
+            "qwen2_audio",
+            "Qwen2AudioForConditionalGeneration",
+            placeholders={_AUDIO: "audio_token_index"},
+            towers=("audio_tower", "multi_modal_projector"),
+            decoder="language_model",
+        ),
+        Family(
+            "voxtral",
+            "VoxtralForConditionalGeneration",
+            placeholders={_AUDIO: "audio_token_id"},
+            towers=("audio_tower", "multi_modal_projector"),
+            decoder="language_model",
+        ),
+        Family(
+            "phi4_multimodal",
+            "Phi4MultimodalForCausalLM",
+            placeholders={_IMAGE: "vision_config.image_token_id"},
+            towers=("embed_tokens_extend",),
+            language=("embed_tokens", "layers", "norm", "rotary_emb"),
+        ),
         Family("llama", "LlamaForCausalLM"),
+        Family("mistral", "MistralForCausalLM"),
+        Family("phi3", "Phi3ForCausalLM"),
         Family("qwen2", "Qwen2ForCausalLM"),
+        Family("qwen3", "Qwen3ForCausalLM"),
+        Family("gemma2", "Gemma2ForCausalLM"),
+        Family("gemma3_text", "Gemma3ForCausalLM"),
     )
 }
 
@@ -91,11 +234,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise UnsupportedModel(
             f"{model_type} with layers of type {', '.join(odd)} is not supported: their state would mix across the sequences of "
             "a batch; use a checkpoint whose layers are full or sliding attention"
-        )
-    if (text.get("rope_parameters") or text.get("rope_scaling") or {}).get("rope_type") in ("dynamic", "longrope"):
-        raise UnsupportedModel(
-            f"{model_type} with dynamic or longrope RoPE is not supported yet: one long request would change the "
-            "positions of others"
         )
     return FAMILIES[model_type]
 
