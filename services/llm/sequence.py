@@ -140,6 +140,13 @@ class Sequence:
                     return span.offset + span.arrived
         return self.length
 
+    def first_missing(self) -> int:
+        """Where the first item with missing rows ends; nothing can be computed before a prefix reaches that far."""
+        for span in self.spans:
+            if span.arrived < span.rows:
+                return span.offset + span.tokens
+        return 0
+
     @property
     def decoding(self) -> bool:
         """Exactly the newest token of the answer is left to compute."""
