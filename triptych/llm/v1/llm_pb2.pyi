@@ -32,8 +32,11 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; a second request with the same id is refused."""
+    cache_salt: _builtins.str
+    """Keeps cached prefixes apart: only requests with the same salt share any. At most 128 bytes; a tenant's secret, say."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt, a placeholder token for every embedding row."""
@@ -53,10 +56,11 @@ class GenerateRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         spans: _abc.Iterable[_media_pb2.Span] | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sampling", b"sampling", "spans", b"spans", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "request_id", b"request_id", "sampling", b"sampling", "spans", b"spans", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -77,11 +81,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def delta(self) -> Global___Delta:
-        """Then: tokens."""
+        """Then: tokens of one answer."""
 
     @_builtins.property
     def done(self) -> Global___Done:
-        """Last."""
+        """Last of its answer."""
 
     def __init__(
         self,
@@ -124,12 +128,17 @@ Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
-    """Tokens generated since the last delta."""
+    """Tokens generated since the answer's last delta."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FIRST_LOGITS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the SamplingParams.n answers the tokens belong to, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In order; an end token is included."""
@@ -138,23 +147,120 @@ class Delta(_message.Message):
     def first_logits(self) -> _tensor_pb2.TensorChunk:
         """As in SamplingParams.include_first_logits."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each of token_ids where SamplingParams.logprobs asked for them, else none."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """With the first delta of the stream only, where SamplingParams.prompt_logprobs asked for them."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         first_logits: _tensor_pb2.TensorChunk | None = ...,
+        index: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_logits", b"first_logits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_logits", b"first_logits", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_logits", b"first_logits", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_logits", b"first_logits", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
+class TokenLogprobs(_message.Message):
+    """A token with its log probability, of the raw logits: before penalties, temperature and constraints."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token."""
+    logprob: _builtins.float
+    """Its natural log probability."""
+    rank: _builtins.int
+    """Its place among all tokens, the likeliest being 1."""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """The likeliest tokens, as many as were asked for, likeliest first."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        rank: _builtins.int = ...,
+        top: _abc.Iterable[Global___TopLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class TopLogprob(_message.Message):
+    """One of the likeliest tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token."""
+    logprob: _builtins.float
+    """Its natural log probability."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """How likely the prompt's own tokens were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each prompt token but the first, in order. Those of placeholder tokens mean nothing."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class Done(_message.Message):
-    """The answer is complete."""
+    """An answer is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -162,12 +268,18 @@ class Done(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     STAGE_TIMES_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     finish_reason: _usage_pb2.FinishReason.ValueType
     """Why it ended."""
     cached_tokens: _builtins.int
     """Prompt tokens found in the prefix cache."""
     completion_tokens: _builtins.int
     """Tokens generated."""
+    index: _builtins.int
+    """Which of the SamplingParams.n answers it is, from 0."""
+    last: _builtins.bool
+    """No answer is left, the stream ends here. Always true where one answer was asked for."""
     @_builtins.property
     def stage_times(self) -> _usage_pb2.StageTimes:
         """The stages that this service and the encoder know."""
@@ -179,10 +291,12 @@ class Done(_message.Message):
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         stage_times: _usage_pb2.StageTimes | None = ...,
+        index: _builtins.int = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stage_times", b"stage_times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "stage_times", b"stage_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "index", b"index", "last", b"last", "stage_times", b"stage_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,7 +360,9 @@ Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
 class GetLoadResponse(_message.Message):
-    """The language model's capacity and load; every figure but the counters is back at its start value when nothing runs."""
+    """The language model's capacity and load; every figure but the counters and those of the prefix cache is back at its start value
+    when nothing runs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,6 +380,10 @@ class GetLoadResponse(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_SINCE_STEP_FIELD_NUMBER: _builtins.int
     running_sequences: _builtins.int
     """Sequences in the batch."""
     waiting_sequences: _builtins.int
@@ -292,6 +412,14 @@ class GetLoadResponse(_message.Message):
     """Bytes of parameters loaded."""
     preemptions: _builtins.int
     """Sequences put back to wait because the pool ran out."""
+    cached_blocks: _builtins.int
+    """KV blocks that hold a prefix and belong to no sequence; they count as free."""
+    prefix_query_tokens: _builtins.int
+    """Prompt tokens looked up in the prefix cache since the start."""
+    prefix_hit_tokens: _builtins.int
+    """Prompt tokens found there since the start."""
+    seconds_since_step: _builtins.float
+    """Seconds that the step now running has taken, or 0 between steps: a step that hangs shows here."""
     def __init__(
         self,
         *,
@@ -309,10 +437,14 @@ class GetLoadResponse(_message.Message):
         model_fingerprint: _builtins.str = ...,
         parameter_bytes: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+        prefix_query_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
+        seconds_since_step: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "free_blocks", b"free_blocks", "largest_batch", b"largest_batch", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "parameter_bytes", b"parameter_bytes", "preemptions", b"preemptions", "running_sequences", b"running_sequences", "steps", b"steps", "tasks", b"tasks", "total_blocks", b"total_blocks", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "largest_batch", b"largest_batch", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "parameter_bytes", b"parameter_bytes", "preemptions", b"preemptions", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "running_sequences", b"running_sequences", "seconds_since_step", b"seconds_since_step", "steps", b"steps", "tasks", b"tasks", "total_blocks", b"total_blocks", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,7 +57,9 @@ class LlmServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates tokens: admitted once, then deltas, then done once. Cancelling the call aborts the request.
+        """Generates tokens: admitted once, then deltas, then done once for each answer. Where several answers are asked for, their
+        deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
+        the request with all its answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,10 @@ class LlmServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LlmServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_llm_pb2.GenerateRequest, _llm_pb2.GenerateResponse]
-    """Generates tokens: admitted once, then deltas, then done once. Cancelling the call aborts the request."""
+    """Generates tokens: admitted once, then deltas, then done once for each answer. Where several answers are asked for, their
+    deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
+    the request with all its answers.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_llm_pb2.AbortRequest, _llm_pb2.AbortResponse]
     """Ends a request, whoever started it. Unknown ids are ignored."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_llm_pb2.GetLoadRequest, _llm_pb2.GetLoadResponse]
@@ -46,7 +49,10 @@ class LlmServiceAsyncStub(LlmServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_llm_pb2.GenerateRequest, _llm_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates tokens: admitted once, then deltas, then done once. Cancelling the call aborts the request."""
+    """Generates tokens: admitted once, then deltas, then done once for each answer. Where several answers are asked for, their
+    deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
+    the request with all its answers.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_llm_pb2.AbortRequest, _llm_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request, whoever started it. Unknown ids are ignored."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_llm_pb2.GetLoadRequest, _llm_pb2.GetLoadResponse]  # type: ignore[assignment]
@@ -61,7 +67,10 @@ class LlmServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _llm_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_llm_pb2.GenerateResponse], _abc.AsyncIterator[_llm_pb2.GenerateResponse]]:
-        """Generates tokens: admitted once, then deltas, then done once. Cancelling the call aborts the request."""
+        """Generates tokens: admitted once, then deltas, then done once for each answer. Where several answers are asked for, their
+        deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
+        the request with all its answers.
+        """
 
     @_abc_1.abstractmethod
     def Abort(
