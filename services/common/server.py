@@ -40,7 +40,16 @@ class Readiness:
 
     def __init__(self, servicer: health.aio.HealthServicer, name: str) -> None:
         self._servicer, self._name = servicer, name
-        self.ready = False
+        self.ready, self.alive = False, True
+        self._was_ready = False
+
+    async def set_alive(self, alive: bool) -> None:
+        """Report liveness, under the empty name; a process that is not alive is not ready either."""
+        if self.alive and not alive:
+            self._was_ready = self.ready
+        self.alive = alive
+        await self._servicer.set("", SERVING if alive else NOT_SERVING)
+        await self.set(alive and self._was_ready)
 
     async def set(self, ready: bool) -> None:
         """Report SERVING or NOT_SERVING under the service's full name."""

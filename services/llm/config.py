@@ -21,7 +21,11 @@ class LlmConfig(ServiceConfig):
     gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights and KV pool may take")
     max_num_batched_tokens: int = option(2048, "most tokens computed in a step")
     max_num_seqs: int = option(64, "most sequences in a step")
-    attention_backend: str = option("auto", "who computes attention; naive is slow and easy to read", ["auto", "naive", "gathered"])
+    attention_backend: str = option(
+        "auto", "who computes attention; naive is slow and easy to read", ["auto", "naive", "gathered"]
+    )
+    enable_prefix_caching: bool = option(True, "reuse the keys and values of prompts that start alike")
+    watchdog_seconds: float = option(300.0, "a step that takes longer makes liveness fail; 0 turns that off")
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:

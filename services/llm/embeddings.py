@@ -15,6 +15,7 @@ from services.common.errors import ServiceError
 from services.models.wire import from_chunk
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
+OnRows = Callable[[int, int, torch.Tensor], None]
 _TRIES = 3  # streams per encoder; each resumes at the first row that has not arrived
 
 
@@ -26,7 +27,7 @@ class RemoteItem:
     ref_id: str
     encoder_address: str
     rows: int
-    arrived: int = 0
+    arrived: list[int]  # by feature
     done: bool = False
     preprocess_seconds: float = 0.0
     encode_seconds: float = 0.0
@@ -46,16 +47,18 @@ class RowFetcher:
     """Fetches for one language model; keeps one channel per encoder.
 
     Rows of another checkpoint, width or count than planned are refused.
+
+    Attributes:
+        features: matrices of rows that every item has, all of width ``hidden_size``.
     """
 
     model_fingerprint: str
     hidden_size: int
+    features: int = 1
     _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
 
-    async def fetch(
-        self, request_id: str, items: Sequence[RemoteItem], on_rows: Callable[[int, torch.Tensor], None], timeout: float
-    ) -> FetchTimes:
-        """Stream every item's rows into ``on_rows(span, rows)``, in order within a span.
+    async def fetch(self, request_id: str, items: Sequence[RemoteItem], on_rows: OnRows, timeout: float) -> FetchTimes:
+        """Stream every item's rows into ``on_rows(span, feature, rows)``, in order within a feature of a span.
 
         Raises:
             ServiceError: an item failed at its encoder, does not match the plan, or an encoder stayed unreachable.
@@ -76,15 +79,13 @@ class RowFetcher:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _fetch_from(
-        self, address: str, request_id: str, items: list[RemoteItem], on_rows: Callable[[int, torch.Tensor], None]
-    ) -> None:
+    async def _fetch_from(self, address: str, request_id: str, items: list[RemoteItem], on_rows: OnRows) -> None:
         if address not in self._channels:
             self._channels[address] = open_channel(address)
         stub = encoder_pb2_grpc.EncoderServiceStub(self._channels[address])
         for attempt in range(1, _TRIES + 1):
             left = [item for item in items if not item.done]
-            wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=item.arrived) for item in left]
+            wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=min(item.arrived)) for item in left]
             request = encoder_pb2.FetchRequest(request_id=request_id, items=wanted)
             try:
                 async for response in stub.Fetch(request, metadata=outgoing_metadata()):
@@ -97,17 +98,17 @@ class RowFetcher:
                 raise ServiceError(grpc.StatusCode.INTERNAL, "the encoder ended its stream before every row was sent")
             return
 
-    def _take(self, item: RemoteItem, response: encoder_pb2.FetchResponse, on_rows: Callable[[int, torch.Tensor], None]) -> None:
+    def _take(self, item: RemoteItem, response: encoder_pb2.FetchResponse, on_rows: OnRows) -> None:
         match response.WhichOneof("event"):
             case "header":
                 self._check_header(item, response.header)
             case "chunk":
                 rows = self._rows(item, response.chunk)
-                item.arrived += len(rows)
-                on_rows(item.span, rows)
+                item.arrived[response.chunk.feature] += len(rows)
+                on_rows(item.span, response.chunk.feature, rows)
             case "done":
-                if item.arrived != item.rows:
-                    raise _mismatch(f"the encoder sent {item.arrived} rows of {item.rows}")
+                if any(arrived != item.rows for arrived in item.arrived):
+                    raise _mismatch(f"the encoder sent {min(item.arrived)} rows of {item.rows}")
                 item.done = True
                 item.preprocess_seconds, item.encode_seconds = response.done.preprocess_seconds, response.done.encode_seconds
             case "error":
@@ -123,9 +124,10 @@ class RowFetcher:
         if header.rows != item.rows:
             raise _mismatch(f"the plan has {item.rows} rows but the encoder made {header.rows}")
         widths = [feature.hidden_size for feature in header.features]
-        if widths != [self.hidden_size]:
+        if widths != [self.hidden_size] * self.features:
             raise _mismatch(
-                f"the language model takes one feature of width {self.hidden_size}, the encoder sends widths {widths}"
+                f"the language model takes {self.features} feature(s) of width {self.hidden_size}, "
+                f"the encoder sends widths {widths}"
             )
 
     def _rows(self, item: RemoteItem, chunk: encoder_pb2.ItemChunk) -> torch.Tensor:
@@ -133,11 +135,14 @@ class RowFetcher:
             rows = from_chunk(chunk.rows)
         except ValueError as error:
             raise ServiceError(grpc.StatusCode.DATA_LOSS, f"embedding rows arrived damaged: {error}") from error
-        if chunk.rows.row_offset != item.arrived or item.arrived + len(rows) > item.rows or rows.shape[1] != self.hidden_size:
+        offset = chunk.rows.row_offset
+        arrived = item.arrived[chunk.feature] if chunk.feature < self.features else -1
+        if not offset <= arrived <= offset + len(rows) <= item.rows or rows.shape[1] != self.hidden_size:
             raise _mismatch(
-                f"rows {chunk.rows.row_offset} to {chunk.rows.row_offset + len(rows)} of width {rows.shape[1]} do not follow row "
-                f"{item.arrived} of {item.rows}"
+                f"rows {offset} to {offset + len(rows)} of width {rows.shape[1]} of feature {chunk.feature} do not follow row "
+                f"{arrived} of {item.rows}"
             )
+        rows = rows[arrived - offset :]  # a resumed stream starts at the feature that is furthest behind
         return rows
 
 

@@ -7,6 +7,8 @@ yields is delivered to the event loop in one call per step.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import logging
 import queue
 import threading
@@ -16,75 +18,58 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.llm.events import Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Stream, Token
 from services.llm.merge import MediaRun
-from services.llm.model_runner import ModelRunner
-from services.llm.sampler import NanLogits, Sampling, TokenChooser
+from services.llm.model_runner import ModelRunner, StepOutput
+from services.llm.request import GenerateArguments
+from services.llm.sampler import NOT_NUMBERS, Choice, TokenChooser, choose, prompt_logprobs
 from services.llm.scheduler import Chunk, Scheduler
-from services.llm.sequence import Finish, Sequence
+from services.llm.sequence import Finish, RowSpan, Sequence
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Token:
-    """One generated token; ``logits`` ``[1, vocab]`` on the first where they were asked for."""
+@dataclass(eq=False)
+class Answer:
+    """One of a request's answers."""
 
-    id: int
-    logits: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The answer is complete. Times are seconds; None where the stage never happened."""
-
-    reason: Finish
-    completion_tokens: int
-    wait_for_rows: float | None
-    prefill: float
-    decode: float
-
-
-class EngineFailure(Exception):
-    """The step that held this sequence failed, or its logits were not numbers. The text is for the client."""
-
-
-class Aborted(Exception):
-    """Somebody else ended the request."""
-
-
-Event = Token | Finished | EngineFailure | Aborted
-
-
-@dataclass
-class Request:
-    """A sequence with what the engine needs besides tokens; ``events`` is read by the event loop."""
-
+    request: Request
+    index: int
     sequence: Sequence
-    media: list[MediaRun]
-    sampling: Sampling
-    include_first_logits: bool = False
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    chooser: TokenChooser
+    first_token: float | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """What was asked, and what the engine knows of it besides tokens; ``events`` is read by the event loop."""
+
+    arguments: GenerateArguments
+    events: Stream = field(default_factory=Stream)
     submitted: float = field(default_factory=time.monotonic)
     rows_complete: float | None = None
     prefill_started: float | None = None
-    first_token: float | None = None
-
-    def __post_init__(self) -> None:
-        self.chooser = TokenChooser(self.sampling, self.sequence.end_token_ids, self.sequence.min_tokens)
+    prompt_scores: list[Choice] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # the unfinished ones
+    arrived: list[list[int]] = field(default_factory=list)  # rows that are here, by item and feature
 
 
 class Engine:
-    """Runs sequences until they finish or are aborted.
+    """Runs requests until they finish or are aborted.
 
     Attributes:
         steps: steps since the start.
         largest_batch: most sequences in one step.
+        step_started: when the step that is running began, on the monotonic clock; None between steps.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.steps = self.largest_batch = 0
-        self._requests: dict[str, Request] = {}
+        self.step_started: float | None = None
+        self._answers: dict[str, Answer] = {}  # by sequence id
+        self._scored: set[str] = set()  # sequences whose prompt's logits are wanted
+        self._names = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: list[tuple[Request, Event]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -100,39 +85,132 @@ class Engine:
         self._thread.join()
 
     def submit(self, request: Request) -> None:
-        """Start a sequence. Safe from any thread, like every method below."""
+        """Start a request. Safe from any thread, like every method below."""
         self._commands.put(lambda: self._add(request))
 
-    def write_rows(self, request: Request, span: int, rows: torch.Tensor) -> None:
-        """The next rows ``[count, hidden]`` of a span have arrived."""
-        self._commands.put(lambda: self._write_rows(request, span, rows))
+    def write_rows(self, request: Request, item: int, feature: int, rows: torch.Tensor) -> None:
+        """The next rows ``[count, hidden]`` of an item's feature have arrived; a row is ready when all features have it."""
+        self._commands.put(lambda: self._write_rows(request, item, feature, rows))
 
     def abort(self, request: Request) -> None:
-        """End a sequence, whatever its state; nothing is delivered for it afterwards. May be repeated."""
+        """End a request, whatever its state; nothing is delivered for it afterwards. May be repeated."""
         self._commands.put(lambda: self._remove(request))
+
+    def resume(self, request: Request) -> None:
+        """The reader of a full stream has caught up."""
+        self._commands.put(lambda: self._set_paused(request, False))
 
     def step(self) -> bool:
         """Schedule, run, postprocess. False if there was nothing to compute."""
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
-        self._mark_prefill(chunks)
-        if stale := self.scheduler.take_stale():
-            self.runner.clear_blocks(stale)
+        self.step_started = time.monotonic()
         try:
-            sampling, logits = self.runner.run(chunks)
+            kv = self.scheduler.kv
+            self.runner.prepare(kv.take_copies(), kv.take_stale())
+            output = self.runner.run(chunks, self._scored)
         except Exception:
             logger.exception("step failed")
             for chunk in chunks:
                 self._fail(chunk.sequence, "the step that computed this request failed; the log has the details")
-            return True
-        for chunk in chunks:
-            chunk.sequence.computed += chunk.count
-        for chunk, row in zip(sampling, logits, strict=True):
-            self._take_token(chunk.sequence, row)
+        else:
+            self._postprocess(chunks, output)
         self.steps += 1
         self.largest_batch = max(self.largest_batch, len(chunks))
+        self.step_started = None
         return True
+
+    def _postprocess(self, chunks: list[Chunk], output: StepOutput) -> None:
+        """Take note of what was computed, then choose a token for every sequence that has its logits."""
+        for chunk in output.broken:
+            self._fail(chunk.sequence, NOT_NUMBERS)
+        self.scheduler.commit(chunks)
+        if output.scored or len(output.sampling) < len(chunks):
+            self._note_prefills(chunks, output)
+        answers, rows = [], []
+        for row, chunk in enumerate(output.sampling):
+            for answer in self._fork(chunk.sequence) if chunk.sequence.n > 1 else (self._answers[chunk.sequence.id],):
+                answers.append(answer)
+                rows.append(row)
+        logits = output.logits if len(rows) == len(output.sampling) else output.logits[rows]
+        try:
+            choices = choose([answer.chooser for answer in answers], logits)
+        except Exception:
+            logger.exception("sampling failed")
+            for answer in answers:
+                self._fail(answer.sequence, "no token could be chosen for this request; the log has the details")
+            return
+        now = time.monotonic()
+        for row, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
+            if choice is None:
+                self._fail(answer.sequence, answer.chooser.failure or NOT_NUMBERS)
+            elif answer.sequence.id in self._answers:  # not failed by a sibling
+                self._take(answer, choice, now, logits[row])
+
+    def _take(self, answer: Answer, choice: Choice, now: float, logits: torch.Tensor) -> None:
+        request, sequence = answer.request, answer.sequence
+        sequence.append(choice.token)
+        token = Token(answer.index, choice)
+        if answer.first_token is None:
+            answer.first_token = now
+            request.prefill_started = request.prefill_started or self.step_started
+            if request.arguments.include_first_logits:
+                token = Token(answer.index, choice, logits[None].cpu())
+        self._send(request, token)
+        if sequence.finish:
+            self._finish(answer, sequence.finish, now)
+        else:
+            answer.chooser.accept(choice.token)
+            if request.events.full:
+                self._set_paused(request, True)
+
+    def _fork(self, sequence: Sequence) -> list[Answer]:
+        """A sequence that stands for several answers becomes as many; they share the prompt's blocks."""
+        first = self._answers[sequence.id]
+        names = [self._name() for _ in range(sequence.n - 1)]
+        for index, child in enumerate(self.scheduler.fork(sequence, names), start=1):
+            self.runner.share(sequence.id, child.id)
+            answer = Answer(first.request, index, child, first.chooser.fork(index))
+            self._answers[child.id] = answer
+            first.request.answers.append(answer)
+        return list(first.request.answers)
+
+    def _note_prefills(self, chunks: list[Chunk], output: StepOutput) -> None:
+        for chunk in chunks:
+            answer = self._answers.get(chunk.sequence.id)
+            if answer is None:
+                continue
+            request = answer.request
+            request.prefill_started = request.prefill_started or self.step_started
+            if (logits := output.scored.get(chunk.sequence.id)) is not None:
+                self._score_prompt(request, chunk, logits)
+
+    def _score_prompt(self, request: Request, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Log probabilities of the prompt tokens behind those of a chunk; the last chunk sends all."""
+        prompt, top = request.arguments.prompt, request.arguments.prompt_logprobs
+        assert top is not None
+        following = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
+        known = chunk.start + 1 <= len(request.prompt_scores)  # a preempted sequence computes its prompt again
+        if following and not known:
+            request.prompt_scores += prompt_logprobs(logits[: len(following)], following, top)
+        if chunk.start + chunk.count >= len(prompt):
+            self._scored.discard(chunk.sequence.id)
+            self._send(request, PromptScores(request.prompt_scores))
+
+    def _finish(self, answer: Answer, reason: Finish, now: float) -> None:
+        request, sequence = answer.request, answer.sequence
+        first = answer.first_token or now
+        waited = None if request.rows_complete is None else request.rows_complete - request.submitted
+        last = len(request.answers) == 1
+        self._send(
+            request,
+            Finished(
+                answer.index, last, reason, len(sequence.output), max(0, sequence.cached), waited,
+                first - (request.prefill_started or first), now - first,
+            ),
+        )  # fmt: skip
+        self._drop(answer)
 
     def _run(self) -> None:
         try:
@@ -162,73 +240,73 @@ class Engine:
             wait = False
 
     def _add(self, request: Request) -> None:
-        sequence = request.sequence
+        arguments = request.arguments
+        name = self._name()
         try:
-            self.runner.add(sequence.id, sequence.prompt, request.media)
+            atoms = self.runner.add(name, arguments.prompt, arguments.media)
         except Exception:
             logger.exception("merge failed")
-            self._outbox.append(
-                (request, EngineFailure("the prompt could not be merged with its media; the log has the details"))
-            )
+            text = "the prompt could not be merged with its media; the log has the details"
+            self._outbox.append((request, EngineFailure(text)))
             return
-        self._requests[sequence.id] = request
+        sequence = _sequence(name, arguments, list(atoms), self.runner.merger.family.cross)
+        if refusal := self.scheduler.refusal(sequence):
+            self.runner.remove(name)
+            self._outbox.append((request, Refused(refusal)))
+            return
+        grammar = arguments.grammar.start() if arguments.grammar else None
+        chooser = TokenChooser(arguments.sampling, arguments.prompt, arguments.end_token_ids, arguments.min_tokens, grammar)
+        answer = Answer(request, 0, sequence, chooser)
+        self._answers[name] = answer
+        request.answers.append(answer)
+        request.arrived = [[0] * self.runner.merger.features for _ in arguments.media]
+        if arguments.prompt_logprobs is not None:
+            self._scored.add(name)
         self.scheduler.add(sequence)
+        self._send(request, Accepted())
 
-    def _write_rows(self, request: Request, span: int, rows: torch.Tensor) -> None:
-        sequence = request.sequence
-        if sequence.id not in self._requests:
+    def _write_rows(self, request: Request, item: int, feature: int, rows: torch.Tensor) -> None:
+        if not request.answers:
             return
-        place = sequence.spans[span]
-        self.runner.write_rows(sequence.id, place.offset + place.arrived, rows)
-        place.arrived += len(rows)
+        sequence = request.answers[0].sequence
+        arrived = request.arrived[item]
+        if not bool(torch.isfinite(rows).all()):
+            self._fail(sequence, "the encoder's rows are not numbers; try another dtype")
+            return
+        self.runner.write_rows(sequence.id, item, request.arguments.media[item], arrived[feature], feature, rows)
+        arrived[feature] += len(rows)
+        sequence.spans[item].arrived = min(arrived)
         if all(s.arrived == s.rows for s in sequence.spans):
             request.rows_complete = time.monotonic()
 
-    def _remove(self, request: Request) -> None:
-        sequence = request.sequence
-        if self._requests.get(sequence.id) is request:
-            del self._requests[sequence.id]
-            self.scheduler.finish(sequence)
-            self.runner.remove(sequence.id)
+    def _remove(self, request: Request, poisoned: bool = False) -> None:
+        for answer in list(request.answers):
+            self._drop(answer, poisoned)
 
-    def _mark_prefill(self, chunks: list[Chunk]) -> None:
-        now = time.monotonic()
-        for chunk in chunks:
-            request = self._requests[chunk.sequence.id]
-            if request.prefill_started is None:
-                request.prefill_started = now
-
-    def _take_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        request = self._requests[sequence.id]
-        try:
-            token = request.chooser.choose(logits, len(sequence.output))
-        except NanLogits:
-            self._fail(sequence, "the model computed values that are not numbers for this request; try another dtype")
-            return
-        except Exception:
-            logger.exception("sampling failed")
-            self._fail(sequence, "no token could be chosen for this request; the log has the details")
-            return
-        first = not sequence.output
-        sequence.append(token)
-        now = time.monotonic()
-        if first:
-            request.first_token = now
-        self._outbox.append((request, Token(token, logits[None].cpu() if first and request.include_first_logits else None)))
-        if sequence.finish:
-            self._outbox.append((request, self._finished(request, sequence.finish, now)))
-            self._remove(request)
-
-    @staticmethod
-    def _finished(request: Request, reason: Finish, now: float) -> Finished:
-        first = request.first_token or now
-        waited = None if request.rows_complete is None else request.rows_complete - request.submitted
-        return Finished(reason, len(request.sequence.output), waited, first - (request.prefill_started or first), now - first)
+    def _drop(self, answer: Answer, poisoned: bool = False) -> None:
+        answer.request.answers.remove(answer)
+        del self._answers[answer.sequence.id]
+        self._scored.discard(answer.sequence.id)
+        self.scheduler.finish(answer.sequence, poisoned)
+        self.runner.remove(answer.sequence.id)
 
     def _fail(self, sequence: Sequence, text: str) -> None:
-        request = self._requests[sequence.id]
-        self._outbox.append((request, EngineFailure(text)))
-        self._remove(request)
+        """End the whole request of a sequence."""
+        if (answer := self._answers.get(sequence.id)) is not None:
+            self._send(answer.request, EngineFailure(text))
+            self._remove(answer.request, poisoned=True)
+
+    def _set_paused(self, request: Request, paused: bool) -> None:
+        request.events.lagged = paused
+        for answer in request.answers:
+            answer.sequence.paused = paused
+
+    def _name(self) -> str:
+        return str(next(self._names))
+
+    def _send(self, request: Request, event: Event) -> None:
+        request.events.sent += 1
+        self._outbox.append((request, event))
 
     def _deliver(self) -> None:
         if self._outbox:
@@ -238,4 +316,26 @@ class Engine:
 
 def _put_all(batch: list[tuple[Request, Event]]) -> None:
     for request, event in batch:
-        request.events.put_nowait(event)
+        request.events.put(event)
+
+
+def _sequence(name: str, arguments: GenerateArguments, atoms: list[tuple[int, int]], cross: bool) -> Sequence:
+    """The sequence that a request starts with."""
+    media = list(zip(arguments.media, arguments.digests, strict=True))
+    spans = [RowSpan(run.offset, run.rows, 0, _identity(run, digest), run.stop - run.offset) for run, digest in media]
+    salt = arguments.salt
+    if cross:  # tokens before a picture see it too
+        salt = b"".join([len(salt).to_bytes(4), salt, *(span.digest for span in spans)])
+    return Sequence(
+        name, arguments.prompt, arguments.max_tokens, arguments.end_token_ids, arguments.min_tokens, arguments.priority,
+        arguments.n, spans, atoms, salt, sum(run.rows for run in arguments.media) if cross else 0,
+        cacheable=arguments.prompt_logprobs is None and not (cross and not all(span.digest for span in spans)),
+    )  # fmt: skip
+
+
+def _identity(run: MediaRun, digest: bytes) -> bytes:
+    """Names all that an item's keys and values depend on, or b"" if the caller did not say what its content is."""
+    if not digest:
+        return b""
+    shape = (run.modality, run.rows, run.grid.t, run.grid.h, run.grid.w, run.seconds_per_grid)
+    return hashlib.blake2b(digest + repr(shape).encode(), digest_size=32).digest()

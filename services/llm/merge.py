@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
 from services.models.checkpoint import Checkpoint
-from services.models.hf import transformers  # isort: skip
 from services.models.media import Grid, Modality
 from services.models.registry import Attention
-from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
 
 @dataclass(frozen=True)

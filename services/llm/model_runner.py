@@ -157,7 +157,9 @@ class ModelRunner:
                 if chunk.sequence.id in scores:
                     scored[chunk.sequence.id] = self._logits(hidden[start : start + chunk.count])
                 start += chunk.count
-        return StepOutput([ordered[i] for i in sampling], logits, [c for c, ok in zip(ordered, sound, strict=True) if not ok], scored)
+        return StepOutput(
+            [ordered[i] for i in sampling], logits, [c for c, ok in zip(ordered, sound, strict=True) if not ok], scored
+        )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._head(hidden)

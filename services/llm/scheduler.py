@@ -97,8 +97,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         prefills: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.status is not Status.RUNNING:
-                continue  # preempted by one before it
+            if sequence.status is not Status.RUNNING or sequence.paused:
+                continue  # preempted by one before it, or its reader lags
             if not sequence.decoding:
                 prefills.append(sequence)
             elif sequence.computed < sequence.room or self._make_room(sequence, sequence.computed + 1):

@@ -70,6 +70,7 @@ class Sequence:
         started: ``computed`` at the latest admission: the chunk that starts there is the first one since.
         passed_over: sequences behind this one that were admitted since it could have run.
         arrival: place in the order of arrival.
+        paused: its reader lags behind; it is not computed.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Sequence:
     passed_over: int = 0
     arrival: int = -1
     preempted: bool = False
+    paused: bool = False
     # The KV cache's marks. Nothing has to be allocated below token `room` nor settled below `edge`; `keys` are those of
     # the leading full blocks, `published` counts the blocks offered to the prefix cache, `keyable` tokens may be.
     room: int = 0

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 
 import grpc
 
 from services.common import logs
 from services.common.server import Readiness
-from services.llm.block_manager import BlockManager
 from services.llm.config import LlmConfig
 from services.llm.embeddings import RowFetcher
 from services.llm.engine import Engine
+from services.llm.kv_cache import KvCache
 from services.llm.model_runner import ModelRunner
 from services.llm.scheduler import Scheduler
 from services.llm.servicer import LlmServicer
+from services.llm.structured import Grammars
 from services.models.checkpoint import open_checkpoint
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
@@ -33,12 +35,17 @@ class LlmService:
         checkpoint = open_checkpoint(config.model)
         logs.event(logger, "loading", model=checkpoint.name, family=checkpoint.family.model_type)
         runner = ModelRunner(checkpoint, config)
-        blocks = BlockManager(runner.num_blocks, config.block_size)
-        self.engine = Engine(runner, Scheduler(blocks, config.max_num_batched_tokens, config.max_num_seqs))
-        self.fetcher = RowFetcher(checkpoint.fingerprint, runner.hidden_size)
-        self.servicer = LlmServicer(self.engine, self.fetcher, checkpoint, config.seed)
+        kv = KvCache(runner.groups, config.block_size, checkpoint.fingerprint.encode(), config.enable_prefix_caching)
+        self.engine = Engine(runner, Scheduler(kv, config.max_num_batched_tokens, config.max_num_seqs))
+        self.fetcher = RowFetcher(checkpoint.fingerprint, runner.hidden_size, runner.merger.features)
+        placeholders = [checkpoint.placeholder_id(modality) for modality in checkpoint.family.modalities]
+        self.grammars = Grammars(checkpoint.path, runner.vocab_size, checkpoint.end_token_ids, placeholders)
+        self.servicer = LlmServicer(self.engine, self.fetcher, checkpoint, self.grammars, config.seed)
+        self._watchdog_seconds = config.watchdog_seconds
+        self._watchdog: asyncio.Task[None] | None = None
         logs.event(
-            logger, "loaded", parameter_bytes=runner.parameter_bytes, kv_blocks=blocks.total, block_size=blocks.block_size,
+            logger, "loaded", parameter_bytes=runner.parameter_bytes, block_size=config.block_size,
+            kv_blocks={group.kind.value: group.blocks for group in runner.groups},
             max_model_len=runner.max_model_len, device=runner.device, dtype=str(runner.dtype),
         )  # fmt: skip
 
@@ -49,10 +56,25 @@ class LlmService:
         # Without its engine the process would go on looking healthy while every request hangs.
         self.engine.start(asyncio.get_running_loop(), died=lambda: os._exit(70))
         await readiness.set(True)
+        if self._watchdog_seconds:
+            self._watchdog = asyncio.create_task(self._watch(readiness))
 
     async def settled(self) -> None:
         """Every accepted request is a call in flight."""
 
+    async def _watch(self, readiness: Readiness) -> None:
+        """Liveness follows the steps: it fails while one takes too long, so that whoever supervises starts the process anew."""
+        while True:
+            await asyncio.sleep(min(1.0, self._watchdog_seconds / 4))
+            started = self.engine.step_started
+            stuck = started is not None and time.monotonic() - started > self._watchdog_seconds
+            if stuck == readiness.alive:
+                logs.event(logger, "a step hangs" if stuck else "steps go on", logging.ERROR if stuck else logging.INFO)
+                await readiness.set_alive(not stuck)
+
     async def stop(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self.grammars.close()
         await self.fetcher.close()
         await asyncio.to_thread(self.engine.stop)

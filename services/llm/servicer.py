@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -13,15 +14,15 @@ import torch
 from services.common.channel import time_left
 from services.common.errors import ServiceError, invalid
 from services.llm.embeddings import FetchTimes, RemoteItem, RowFetcher
-from services.llm.engine import Aborted, Engine, EngineFailure, Event, Finished, Request, Token
-from services.llm.merge import MediaRun
-from services.llm.sampler import Sampling
-from services.llm.sequence import Finish, RowSpan
-from services.llm.sequence import Sequence as LlmSequence
+from services.llm.engine import Engine, Request
+from services.llm.events import Aborted, Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Token
+from services.llm.request import Limits, read_generate
+from services.llm.sampler import Choice
+from services.llm.sequence import Finish
+from services.llm.structured import Grammars
 from services.models.checkpoint import Checkpoint
-from services.models.media import Grid, Modality
 from services.models.wire import to_chunk
-from triptych.common.v1 import media_pb2, sampling_pb2, usage_pb2
+from triptych.common.v1 import usage_pb2
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
 _FINISH = {Finish.STOP: usage_pb2.FINISH_REASON_STOP, Finish.LENGTH: usage_pb2.FINISH_REASON_LENGTH}
@@ -30,30 +31,31 @@ _FINISH = {Finish.STOP: usage_pb2.FINISH_REASON_STOP, Finish.LENGTH: usage_pb2.F
 class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
     """The gRPC face of an engine."""
 
-    def __init__(self, engine: Engine, fetcher: RowFetcher, checkpoint: Checkpoint, seed: int) -> None:
-        self.engine, self.fetcher, self.checkpoint, self.seed = engine, fetcher, checkpoint, seed
+    def __init__(self, engine: Engine, fetcher: RowFetcher, checkpoint: Checkpoint, grammars: Grammars, seed: int) -> None:
+        self.engine, self.fetcher, self.checkpoint, self.grammars, self.seed = engine, fetcher, checkpoint, grammars, seed
+        runner, kv = engine.runner, engine.scheduler.kv
+        self.limits = Limits(runner.vocab_size, runner.max_model_len, kv.pools[0].total * kv.block_size)
         self._active: dict[str, Request] = {}
 
     async def Generate(
         self, request: llm_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
+        arguments = await read_generate(request, self.limits, self.checkpoint, self.grammars, self.seed)
         if request.request_id in self._active:
             raise ServiceError(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {request.request_id} is already running; use a new id"
             )
-        engine_request = self._validated(request)
-        self._active[request.request_id] = engine_request
+        self._active[request.request_id] = running = Request(arguments)
         fetching: asyncio.Task[FetchTimes] | None = None
         try:
-            self.engine.submit(engine_request)
+            self.engine.submit(running)
             if request.spans:
-                fetching = asyncio.create_task(self._fetch(request, engine_request, time_left(context)))
-            yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
-            async with aclosing(self._events(engine_request, fetching)) as events:
-                async for response in events:
+                fetching = asyncio.create_task(self._fetch(request, running, time_left(context)))
+            async with aclosing(self._responses(running, fetching)) as responses:
+                async for response in responses:
                     yield response
         finally:
-            self.engine.abort(engine_request)
+            self.engine.abort(running)
             if fetching is not None:
                 fetching.cancel()
             del self._active[request.request_id]
@@ -61,108 +63,83 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
     async def Abort(self, request: llm_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> llm_pb2.AbortResponse:
         if running := self._active.get(request.request_id):
             self.engine.abort(running)
-            running.events.put_nowait(Aborted())  # cancelling its task instead would leave the caller without a status
+            running.events.put(Aborted())  # cancelling its task instead would leave the caller without a status
         return llm_pb2.AbortResponse()
 
     async def GetLoad(
         self, request: llm_pb2.GetLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> llm_pb2.GetLoadResponse:
-        scheduler, runner = self.engine.scheduler, self.engine.runner
+        engine, scheduler, runner, kv = self.engine, self.engine.scheduler, self.engine.runner, self.engine.scheduler.kv
+        started = engine.step_started
         return llm_pb2.GetLoadResponse(
             running_sequences=len(scheduler.running),
             waiting_sequences=len(scheduler.waiting),
-            total_blocks=scheduler.blocks.total,
-            free_blocks=scheduler.blocks.free,
-            block_size=scheduler.blocks.block_size,
+            total_blocks=kv.pools[0].total,
+            free_blocks=kv.pools[0].available,
+            block_size=kv.block_size,
             max_model_len=runner.max_model_len,
             max_num_batched_tokens=scheduler.token_budget,
             max_num_seqs=scheduler.max_sequences,
             tasks=len(asyncio.all_tasks()),
-            steps=self.engine.steps,
-            largest_batch=self.engine.largest_batch,
+            steps=engine.steps,
+            largest_batch=engine.largest_batch,
             model_fingerprint=self.checkpoint.fingerprint,
             parameter_bytes=runner.parameter_bytes,
             preemptions=scheduler.preemptions,
+            cached_blocks=kv.pools[0].cached,
+            prefix_query_tokens=kv.queries,
+            prefix_hit_tokens=kv.hits,
+            seconds_since_step=0.0 if started is None else time.monotonic() - started,
         )
 
-    async def _fetch(self, request: llm_pb2.GenerateRequest, engine_request: Request, timeout: float) -> FetchTimes:
-        items = [RemoteItem(i, s.ref.id, s.ref.encoder_address, s.rows) for i, s in enumerate(request.spans)]
+    async def _fetch(self, request: llm_pb2.GenerateRequest, running: Request, timeout: float) -> FetchTimes:
+        items = [
+            RemoteItem(i, span.ref.id, span.ref.encoder_address, span.rows, [0] * self.fetcher.features)
+            for i, span in enumerate(request.spans)
+        ]
 
-        def on_rows(span: int, rows: torch.Tensor) -> None:
-            self.engine.write_rows(engine_request, span, rows)
+        def on_rows(span: int, feature: int, rows: torch.Tensor) -> None:
+            self.engine.write_rows(running, span, feature, rows)
 
         return await self.fetcher.fetch(request.request_id, items, on_rows, timeout)
 
-    async def _events(
+    async def _responses(
         self, request: Request, fetching: asyncio.Task[FetchTimes] | None
     ) -> AsyncGenerator[llm_pb2.GenerateResponse, None]:
         """Engine events as messages; a failed fetch ends the stream with its error."""
         failure = asyncio.ensure_future(_first_error(fetching)) if fetching else None
-        getting: asyncio.Future[Event] | None = None
+        taking: asyncio.Future[Sequence[Event]] | None = None
         try:
             while True:
-                getting = asyncio.ensure_future(request.events.get())
-                await asyncio.wait([getting, failure] if failure else [getting], return_when=asyncio.FIRST_COMPLETED)
-                if not getting.done():
+                taking = asyncio.ensure_future(request.events.take())
+                await asyncio.wait([taking, failure] if failure else [taking], return_when=asyncio.FIRST_COMPLETED)
+                if not taking.done():
                     assert failure is not None
                     raise failure.result()
-                events = [getting.result()]
-                while not request.events.empty():
-                    events.append(request.events.get_nowait())
-                if tokens := [e for e in events if isinstance(e, Token)]:
-                    yield llm_pb2.GenerateResponse(delta=_delta(tokens))
+                events = taking.result()
+                for response in _pull(events):
+                    yield response
                 for event in events:
                     match event:
+                        case Accepted():
+                            yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
                         case Finished():
                             yield llm_pb2.GenerateResponse(done=_done(event, await _times(fetching)))
-                            return
+                            if event.last:
+                                return
                         case Aborted():
                             text = "the request was ended by an Abort call"
                             raise ServiceError(grpc.StatusCode.CANCELLED, text, reason="ABORTED")
+                        case Refused():
+                            raise invalid("token_ids", str(event))
                         case EngineFailure():
                             raise ServiceError(grpc.StatusCode.INTERNAL, str(event))
+                if request.events.lagged and request.events.caught_up:
+                    self.engine.resume(request)
         finally:
-            for waiting in (getting, failure):
+            for waiting in (taking, failure):
                 if waiting is not None:
                     waiting.cancel()
-
-    def _validated(self, request: llm_pb2.GenerateRequest) -> Request:
-        """The engine's request.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT naming the field and the limit.
-        """
-        runner = self.engine.runner
-        prompt = list(request.token_ids)
-        if not request.request_id or len(request.request_id) > 128:
-            raise invalid("request_id", f"must have 1 to 128 characters, got {len(request.request_id)}")
-        if not prompt:
-            raise invalid("token_ids", "must not be empty")
-        if max(prompt) >= runner.vocab_size:
-            raise invalid("token_ids", f"must be below the vocabulary size {runner.vocab_size}, got {max(prompt)}")
-        media = _media(request.spans, prompt, self.checkpoint)
-        sampling = request.sampling
-        room = runner.max_model_len - len(prompt)
-        max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else max(1, room)
-        if max_tokens < 1:
-            raise invalid("sampling.max_tokens", "must be at least 1")
-        blocks = self.engine.scheduler.blocks
-        limit = min(runner.max_model_len, blocks.total * blocks.block_size)
-        if len(prompt) + max_tokens > limit:
-            raise invalid(
-                "token_ids",
-                f"prompt and answer may have {limit} tokens together; the prompt has {len(prompt)}, max_tokens is {max_tokens}",
-                reason="CONTEXT_LENGTH_EXCEEDED", limit=limit, requested=len(prompt) + max_tokens,
-            )  # fmt: skip
-        if (last := max(sampling.stop_token_ids, default=0)) >= runner.vocab_size:
-            raise invalid("sampling.stop_token_ids", f"must be below the vocabulary size {runner.vocab_size}, got {last}")
-        ends = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else frozenset(self.checkpoint.end_token_ids)
-        )
-        sequence = LlmSequence(
-            request.request_id, prompt, max_tokens, ends, sampling.min_tokens, [RowSpan(run.offset, run.rows) for run in media]
-        )
-        return Request(sequence, media, _sampling(sampling, self.seed), sampling.include_first_logits)
 
 
 async def _times(fetching: asyncio.Task[FetchTimes] | None) -> FetchTimes | None:
@@ -188,65 +165,30 @@ async def _first_error(fetching: asyncio.Task[FetchTimes]) -> ServiceError:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
-def _sampling(given: sampling_pb2.SamplingParams, seed: int) -> Sampling:
-    if given.HasField("temperature") and not 0 <= given.temperature <= 2:
-        raise invalid("sampling.temperature", f"must be between 0 and 2, got {given.temperature:g}")
-    if given.HasField("top_p") and not 0 < given.top_p <= 1:
-        raise invalid("sampling.top_p", f"must be above 0 and at most 1, got {given.top_p:g}")
-    if given.HasField("min_p") and not 0 <= given.min_p <= 1:
-        raise invalid("sampling.min_p", f"must be between 0 and 1, got {given.min_p:g}")
-    return Sampling(
-        temperature=given.temperature,
-        top_p=given.top_p if given.HasField("top_p") else 1.0,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        seed=(given.seed if given.HasField("seed") else seed) % 2**63,
-    )
+def _pull(events: Sequence[Event]) -> list[llm_pb2.GenerateResponse]:
+    """Tokens as one delta per answer, in the order in which answers appear."""
+    deltas: dict[int, llm_pb2.Delta] = {}
+    scores: PromptScores | None = None
+    for event in events:
+        if isinstance(event, PromptScores):
+            scores = event
+        elif isinstance(event, Token):
+            delta = deltas.setdefault(event.index, llm_pb2.Delta(index=event.index))
+            delta.token_ids.append(event.choice.token)
+            if event.choice.logprob is not None:
+                delta.logprobs.append(_logprobs(event.choice))
+            if event.logits is not None:
+                delta.first_logits.CopyFrom(to_chunk(event.logits, 0, 1))
+    if scores is not None and deltas:
+        first = next(iter(deltas.values()))
+        first.prompt_logprobs.CopyFrom(llm_pb2.PromptLogprobs(tokens=[_logprobs(choice) for choice in scores.choices]))
+    return [llm_pb2.GenerateResponse(delta=delta) for delta in deltas.values()]
 
 
-def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Checkpoint) -> list[MediaRun]:
-    """The spans, checked against the prompt: known modality, sorted, disjoint, inside, over placeholders only and over all."""
-    runs: list[MediaRun] = []
-    end = 0
-    covered = 0
-    placeholders = {checkpoint.placeholder_id(m): m for m in checkpoint.family.modalities}
-    for i, span in enumerate(spans):
-        if int(span.modality) not in set(checkpoint.family.modalities):
-            raise invalid(f"spans[{i}].modality", f"a {checkpoint.family.model_type} model does not take this modality")
-        modality = Modality(span.modality)
-        if span.offset < end or span.rows < 1 or span.offset + span.rows > len(prompt):
-            raise invalid(
-                f"spans[{i}]", f"must start at {end} or later, have a row and end inside the prompt of {len(prompt)} tokens"
-            )
-        end = span.offset + span.rows
-        token = checkpoint.placeholder_id(modality)
-        if any(t != token for t in prompt[span.offset : end]):
-            raise invalid(f"spans[{i}]", f"must stand over placeholder tokens {token} only")
-        if checkpoint.family.positions_from_grid:
-            _check_grid(f"spans[{i}].grid", span, int(checkpoint.config["vision_config"].get("spatial_merge_size", 2)))
-        if not span.ref.id or not span.ref.encoder_address:
-            raise invalid(f"spans[{i}].ref", "must name a ref and its encoder")
-        covered += span.rows
-        runs.append(MediaRun(modality, span.offset, span.rows, Grid(span.grid.t, span.grid.h, span.grid.w)))
-    stray = sum(t in placeholders for t in prompt) - covered
-    if stray:
-        raise invalid("spans", f"{stray} placeholder tokens of the prompt belong to no span")
-    return runs
-
-
-def _check_grid(field: str, span: media_pb2.Span, merge: int) -> None:
-    """The grid says as many rows as the span has: positions are made from it, as many as it says."""
-    t, h, w = span.grid.t, span.grid.h, span.grid.w
-    if h % merge or w % merge or t * h * w != span.rows * merge**2:
-        raise invalid(field, f"{t} x {h} x {w} patches, merged {merge} x {merge}, must give the span's {span.rows} rows")
-
-
-def _delta(tokens: list[Token]) -> llm_pb2.Delta:
-    logits = tokens[0].logits
-    delta = llm_pb2.Delta(token_ids=[t.id for t in tokens])
-    if logits is not None:
-        delta.first_logits.CopyFrom(to_chunk(logits, 0, 1))
-    return delta
+def _logprobs(choice: Choice) -> llm_pb2.TokenLogprobs:
+    assert choice.logprob is not None and choice.rank is not None
+    top = [llm_pb2.TopLogprob(token_id=token, logprob=logprob) for token, logprob in choice.top]
+    return llm_pb2.TokenLogprobs(token_id=choice.token, logprob=choice.logprob, rank=choice.rank, top=top)
 
 
 def _done(finished: Finished, fetched: FetchTimes | None) -> llm_pb2.Done:
@@ -255,4 +197,11 @@ def _done(finished: Finished, fetched: FetchTimes | None) -> llm_pb2.Done:
         times.preprocess, times.encode, times.transfer = fetched.preprocess, fetched.encode, fetched.transfer
     if finished.wait_for_rows is not None:
         times.wait_for_rows = finished.wait_for_rows
-    return llm_pb2.Done(finish_reason=_FINISH[finished.reason], completion_tokens=finished.completion_tokens, stage_times=times)
+    return llm_pb2.Done(
+        index=finished.index,
+        last=finished.last,
+        finish_reason=_FINISH[finished.reason],
+        completion_tokens=finished.completion_tokens,
+        cached_tokens=finished.cached_tokens,
+        stage_times=times,
+    )

@@ -48,7 +48,12 @@ def _read(pool: KvPool, layer: KvLayer, blocks: torch.Tensor, first: int, end: i
 
 
 def _softmax_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, scaling: float, softcap: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """``[heads, tokens, head_dim]`` to ``[tokens, heads, value_dim]``; heads that share keys stand together."""
     group = query.shape[0] // keys.shape[0]
