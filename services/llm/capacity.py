@@ -34,9 +34,7 @@ class Demand:
 
 
 def assign_groups(layers: Sequence[KvLayer], pruning: Pruning | None) -> tuple[list[tuple[Kind, int | None]], dict[int, int]]:
-    """The groups, as (kind, window), and the group of each layer by index; a group whose tables a sequence fills first is first."""
-    kinds: list[tuple[Kind, int | None]] = []
-    group_of: dict[int, int] = {}
+    """The groups, as (kind, window), and each layer's group by index; the group that keeps most of a sequence is first."""
     order = {Kind.FULL: 0, Kind.PRUNED: 1, Kind.SLIDING: 2, Kind.CROSS: 3}
 
     def key(layer: KvLayer) -> tuple[Kind, int | None]:
@@ -44,9 +42,7 @@ def assign_groups(layers: Sequence[KvLayer], pruning: Pruning | None) -> tuple[l
         return kind, layer.window
 
     kinds = sorted({key(layer) for layer in layers}, key=lambda k: (order[k[0]], k[1] or 0))
-    for layer in layers:
-        group_of[layer.index] = kinds.index(key(layer))
-    return kinds, group_of
+    return kinds, {layer.index: kinds.index(key(layer)) for layer in layers}
 
 
 def size_groups(

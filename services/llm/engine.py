@@ -134,13 +134,7 @@ class Engine:
                 answers.append(answer)
                 rows.append(row)
         logits = output.logits if len(rows) == len(output.sampling) else output.logits[rows]
-        try:
-            choices = choose([answer.chooser for answer in answers], logits)
-        except Exception:
-            logger.exception("sampling failed")
-            for answer in answers:
-                self._fail(answer.sequence, "no token could be chosen for this request; the log has the details")
-            return
+        choices = _choose([answer.chooser for answer in answers], logits)
         now = time.monotonic()
         for row, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
             if choice is None:
@@ -312,6 +306,18 @@ class Engine:
         if self._outbox:
             batch, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(_put_all, batch)
+
+
+def _choose(choosers: list[TokenChooser], logits: torch.Tensor) -> list[Choice | None]:
+    """A choice for every row; where choosing goes wrong it does for one row only."""
+    try:
+        return choose(choosers, logits)
+    except Exception:
+        logger.exception("sampling failed")
+        if len(choosers) > 1:
+            return [_choose([chooser], logits[i : i + 1])[0] for i, chooser in enumerate(choosers)]
+        choosers[0].failure = "no token could be chosen for this request; the log has the details"
+        return [None]
 
 
 def _put_all(batch: list[tuple[Request, Event]]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
 from services.models.checkpoint import Checkpoint
 from services.models.media import Grid, Modality
@@ -226,6 +225,8 @@ class Merger:
 
     def _cross(self, ids: torch.Tensor, media: Sequence[MediaRun]) -> CrossMedia:
         """Llama 3.2 Vision: every token sees the real tiles of the pictures that it follows."""
+        from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
         vision = self.config["vision_config"]
         tiles = int(vision["max_num_tiles"])
         patches = media[0].rows // tiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from services.common.errors import ServiceError
 from services.common.interceptor import ServiceInterceptor
 from services.llm.config import LlmConfig
-from services.llm.sampler import Sampling, TokenChooser
+from services.llm.sampler import Choice, Sampling, TokenChooser, choose
 from services.llm.service import LlmService
 from services.models.media import Modality
 from triptych.common.v1 import media_pb2, sampling_pb2
@@ -29,6 +29,8 @@ NOWHERE = media_pb2.EmbeddingRef(id="x", encoder_address="127.0.0.1:1")
 
 
 class FakeReadiness:
+    alive = True
+
     async def set(self, ready: bool) -> None: ...
 
 
@@ -41,6 +43,9 @@ class Client:
         params = sampling_pb2.SamplingParams(**({"max_tokens": 2} | sampling))
         request = llm_pb2.GenerateRequest(request_id=name, token_ids=tokens, spans=spans, sampling=params)
         return self.stub.Generate(request, timeout=20)
+
+    async def tokens(self, call: Any) -> list[int]:
+        return [token async for response in call for token in response.delta.token_ids]
 
     async def serves(self) -> None:
         assert [r.WhichOneof("event") async for r in self.generate("good", [5, 6, 7])][-1] == "done"
@@ -122,6 +127,63 @@ async def test_cancelled_calls_leave_no_task_behind(checkpoint_dir: Dirs, caplog
 async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
     checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def odd(choosers: Sequence[TokenChooser], logits: torch.Tensor) -> list[Choice | None]:
+        if any(chooser.sampling.seed == 13 for chooser in choosers):
+            raise IndexError("no such token")
+        return choose(choosers, logits)
+
+    monkeypatch.setattr("services.llm.engine.choose", odd)
+    async with running(checkpoint_dir("llama")) as client:
+        error = await client.refused(client.generate("odd", [1, 2], stop_token_ids=[1_000_000], min_tokens=2))
+        assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "sampling.stop_token_ids")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grid", [(0, 0, 0), (1, 8, 8), (1, 16, 1), (1, 4_294_967_294, 4_294_967_294)])
+async def test_a_grid_that_is_not_that_of_the_rows(checkpoint_dir: Dirs, grid: tuple[int, int, int]) -> None:
+    async with running(checkpoint_dir("qwen2_vl")) as client:
+        image = client.service.servicer.checkpoint.placeholder_id(Modality.IMAGE)
+        t, h, w = grid
+        span = media_pb2.Span(modality=1, offset=1, rows=4, grid=media_pb2.Grid(t=t, h=h, w=w), ref=NOWHERE)
+        error = await client.refused(client.generate("odd", [5, *[image] * 4, 6], span))
+        assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "spans[0].grid")
+
+
+@pytest.mark.asyncio
+async def test_abort_ends_the_call_and_reports_it(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        call = client.generate("long", [1, 2], max_tokens=1000, ignore_eos=True)
+        events = aiter(call)
+        await anext(events)
+        await client.stub.Abort(llm_pb2.AbortRequest(request_id="long"))
+        await client.stub.Abort(llm_pb2.AbortRequest(request_id="long"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(5):
+                async for _ in events:
+                    pass
+        assert caught.value.code() is CODE.CANCELLED and "Abort" in str(caught.value.details())
+        await client.serves()
+
+
+@pytest.mark.asyncio
+async def test_cancelled_calls_leave_no_task_behind(checkpoint_dir: Dirs, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        await client.serves()
+        before = len(asyncio.all_tasks())
+        for index in range(20):
+            call = client.generate(f"c{index}", [1] * 300, max_tokens=300, ignore_eos=True)
+            await asyncio.sleep(0.003 * index)
+            call.cancel()
+        async with asyncio.timeout(5):
+            while len(asyncio.all_tasks()) > before or client.service.engine.scheduler.running:
+                await asyncio.sleep(0.01)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+@pytest.mark.asyncio
+async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
+    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose = TokenChooser.choose
 
     def odd(self: TokenChooser, logits: torch.Tensor, so_far: int) -> int:
@@ -131,7 +193,9 @@ async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
 
     monkeypatch.setattr(TokenChooser, "choose", odd)
     async with running(checkpoint_dir("llama")) as client:
+        other = asyncio.create_task(client.tokens(client.generate("well", [1, 2], max_tokens=20, ignore_eos=True)))
         error = await client.refused(client.generate("odd", [1, 2], seed=13))
+        assert len(await other) == 20
         assert error.code is CODE.INTERNAL and "no such token" not in error.message
 
 
@@ -143,7 +207,6 @@ async def test_an_engine_that_dies_says_so(checkpoint_dir: Dirs, monkeypatch: py
         monkeypatch.setattr(engine, "_died", lambda: loop.call_soon_threadsafe(died.set))
         monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
         call = client.generate("last", [1, 2])
-        await anext(aiter(call))
         await asyncio.wait_for(died.wait(), 5)
         call.cancel()
 
@@ -152,5 +215,6 @@ async def test_an_engine_that_dies_says_so(checkpoint_dir: Dirs, monkeypatch: py
 def test_however_cold_the_likeliest_token_is_chosen(temperature: float) -> None:
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     for filters in ({}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}):
-        chooser = TokenChooser(Sampling(temperature=temperature, **filters), frozenset(), 0)  # type: ignore[arg-type]
-        assert chooser.choose(logits, 0) == int(logits.argmax())
+        chooser = TokenChooser(Sampling(temperature=temperature, **filters), [], frozenset())  # type: ignore[arg-type]
+        (choice,) = choose([chooser], logits[None])
+        assert choice is not None and choice.token == int(logits.argmax())

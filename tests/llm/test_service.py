@@ -28,6 +28,8 @@ BEFORE = [5, 6, 7]
 
 
 class FakeReadiness:
+    alive = True
+
     async def set(self, ready: bool) -> None:
         self.ready = ready
 

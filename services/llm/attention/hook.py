@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from services.models.hf import transformers  # isort: skip
-from transformers.masking_utils import sdpa_mask
+from services.models.hf import masking_utils, transformers
 
 NAME = "triptych_paged"
 
@@ -58,7 +57,7 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """No mask inside a step, which knows its own; outside, the family's own rule for a whole prompt."""
     if current.get() is not None:
         return None
-    return sdpa_mask(*args, **kwargs)
+    return masking_utils.sdpa_mask(*args, **kwargs)
 
 
 transformers.AttentionInterface.register(NAME, _attention)
