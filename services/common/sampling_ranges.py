@@ -53,7 +53,9 @@ def _check_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> None:
         raise invalid("sampling.logit_bias", f"at most {MAX_BIASED_TOKENS} tokens, got {len(params.logit_bias)}")
     for token, bias in params.logit_bias.items():
         if token >= vocab_size:
-            raise invalid(f"sampling.logit_bias[{token}]", f"tokens must be below the vocabulary's size {vocab_size}, got {token}")
+            raise invalid(
+                f"sampling.logit_bias[{token}]", f"tokens must be below the vocabulary's size {vocab_size}, got {token}"
+            )
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise invalid(f"sampling.logit_bias[{token}]", f"must be between -{MAX_BIAS} and {MAX_BIAS}, got {bias:g}")
 
