@@ -1,6 +1,7 @@
 """Builds requests for both clients. It checks only what cannot be put on the wire; the gateway validates the rest."""
 
 import base64
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, TypeVar
 
@@ -16,6 +17,7 @@ _ROLES = {
     "user": gateway_pb2.ROLE_USER,
     "assistant": gateway_pb2.ROLE_ASSISTANT,
 }
+_CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "json_object")
 _URL_PARTS: dict[str, ModalityName] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 
 Request = TypeVar("Request", gateway_pb2.ChatRequest, gateway_pb2.EstimateTokensRequest)
@@ -24,7 +26,8 @@ Request = TypeVar("Request", gateway_pb2.ChatRequest, gateway_pb2.EstimateTokens
 class Sampling(TypedDict, total=False):
     """How tokens are chosen and when to stop. Left out or None means the checkpoint's own default.
 
-    SamplingParams in the protos has the ranges and limits.
+    SamplingParams in the protos has the ranges and limits. At most one of json_schema, regex, choice, grammar and json_object
+    says what the answer must match.
     """
 
     temperature: float | None
@@ -38,6 +41,17 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Iterable[int] | None
     ignore_eos: bool | None
     include_first_logits: bool | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    priority: int | None
+    visual_token_keep: float | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    choice: Iterable[str] | None
+    grammar: str | None
+    json_object: bool | None
 
 
 class Options(Sampling, total=False):
@@ -139,12 +153,21 @@ def _openai_part(path: str, part: Mapping[str, Any]) -> str | MediaPart:
 
 def _sampling(options: Mapping[str, Any]) -> sampling_pb2.SamplingParams:
     params = sampling_pb2.SamplingParams()
+    constraints = [name for name in _CONSTRAINTS if options.get(name) is not None]
+    if len(constraints) > 1:
+        raise _invalid(f"sampling.{constraints[1]}", f"cannot go with {constraints[0]}: an answer has one constraint at most")
     for name, value in options.items():
         if value is None:
             continue
         try:
             if name in ("stop", "stop_token_ids"):
                 getattr(params, name).extend([value] if isinstance(value, str) else value)
+            elif name == "logit_bias":
+                params.logit_bias.update(value)
+            elif name == "choice":
+                params.choice.texts.extend([value] if isinstance(value, str) else value)
+            elif name == "json_schema" and isinstance(value, Mapping):
+                params.json_schema = json.dumps(value)
             else:
                 setattr(params, name, value)
         except (TypeError, ValueError) as error:

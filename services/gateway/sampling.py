@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import invalid
+from services.common.sampling_ranges import check_ranges, constraint_of
 from triptych.common.v1 import sampling_pb2
 
 MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS = 16, 256, 64
@@ -14,12 +15,20 @@ MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS = 16, 256, 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """``triptych.common.v1.SamplingParams`` with nothing left open but the length of the answer and the seed."""
+    """``triptych.common.v1.SamplingParams`` with nothing left open but the length of the answer and the seed.
+
+    Attributes:
+        constraint: the field of ``SamplingParams.constraint`` that is set, with its value as protobuf has it.
+    """
 
     temperature: float
     top_p: float
     top_k: int
     min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
     max_tokens: int | None
     min_tokens: int
@@ -27,18 +36,22 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     include_first_logits: bool
+    priority: int
+    visual_token_keep: float
+    constraint: Mapping[str, Any]
 
 
 def read_sampling(params: sampling_pb2.SamplingParams, generation: Mapping[str, Any], vocab_size: int) -> Sampling:
     """Check ``params``; defaults come from ``generation``, the checkpoint's generation_config.json.
 
-    A checkpoint that does not say ``do_sample`` is greedy.
+    A checkpoint that does not say ``do_sample`` is greedy; its repetition penalty holds either way, as in transformers.
 
     Raises:
         ServiceError: INVALID_ARGUMENT about a field of ``sampling``.
     """
     _check_ranges(params, vocab_size)
     default = generation if generation.get("do_sample") else {"temperature": 0.0}
+    default = {**default, "repetition_penalty": generation.get("repetition_penalty")}
 
     def choose(name: str, neutral: float) -> Any:
         if params.HasField(name):  # type: ignore[arg-type]
@@ -46,11 +59,16 @@ def read_sampling(params: sampling_pb2.SamplingParams, generation: Mapping[str, 
         value = default.get(name)
         return neutral if value is None else value
 
+    constraint = constraint_of(params)
     return Sampling(
         temperature=float(choose("temperature", 1.0)),
         top_p=float(choose("top_p", 1.0)),
         top_k=min(max(0, int(choose("top_k", 0))), vocab_size),
         min_p=float(choose("min_p", 0.0)),
+        repetition_penalty=float(choose("repetition_penalty", 1.0)),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
         seed=params.seed if params.HasField("seed") else None,
         max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
         min_tokens=params.min_tokens,
@@ -58,17 +76,21 @@ def read_sampling(params: sampling_pb2.SamplingParams, generation: Mapping[str, 
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         include_first_logits=params.include_first_logits,
+        priority=params.priority,
+        visual_token_keep=params.visual_token_keep if params.HasField("visual_token_keep") else 1.0,
+        constraint={constraint: getattr(params, constraint)} if constraint else {},
     )
 
 
 def _check_ranges(params: sampling_pb2.SamplingParams, vocab_size: int) -> None:
-    # Written so that NaN fails.
-    if not 0 <= params.temperature <= 2:
-        raise invalid("sampling.temperature", f"must be between 0 and 2, got {params.temperature:g}")
-    if params.HasField("top_p") and not 0 < params.top_p <= 1:
-        raise invalid("sampling.top_p", f"must be above 0 and at most 1, got {params.top_p:g}")
-    if not 0 <= params.min_p <= 1:
-        raise invalid("sampling.min_p", f"must be between 0 and 1, got {params.min_p:g}")
+    check_ranges(params, vocab_size)
+    for name, asked in (
+        ("n", params.n > 1),
+        ("logprobs", params.HasField("logprobs")),
+        ("prompt_logprobs", params.HasField("prompt_logprobs")),
+    ):
+        if asked:
+            raise invalid(f"sampling.{name}", "is served by the language model service only, not by the gateway; leave it out")
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise invalid("sampling.max_tokens", f"must be at least 1, got {params.max_tokens}")
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:

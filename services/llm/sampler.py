@@ -123,8 +123,10 @@ class TokenChooser:
         """The chooser of answer ``index`` (from 1) to the same prompt, with a random stream of its own."""
         other = copy(self)
         other._seed = _mixed(self.sampling.seed + index)
-        other.occurrences = self.occurrences and self.occurrences.copy()
-        other.grammar = self.grammar and self.grammar.fork()
+        if self.occurrences is not None:
+            other.occurrences = self.occurrences.copy()
+        if self.grammar is not None:
+            other.grammar = self.grammar.fork()
         return other
 
     def _find_plain(self) -> None:
