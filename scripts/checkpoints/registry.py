@@ -5,5 +5,13 @@ from __future__ import annotations
 from scripts.checkpoints.blueprint import Builder
 from scripts.checkpoints.llama import llama, llava
 from scripts.checkpoints.qwen import qwen2, qwen2_vl
+from scripts.checkpoints.qwen_vl import qwen2_5_vl, qwen3_vl
 
-FAMILIES: dict[str, Builder] = {"qwen2_vl": qwen2_vl, "llava": llava, "llama": llama, "qwen2": qwen2}
+FAMILIES: dict[str, Builder] = {
+    "qwen2_vl": qwen2_vl,
+    "llava": llava,
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}

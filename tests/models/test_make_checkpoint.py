@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from PIL import Image, ImageDraw  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoProcessor,
     AutoTokenizer,
     BatchFeature,
@@ -32,7 +32,7 @@ from scripts.checkpoints.qwen import mrope_section  # noqa: E402
 from scripts.checkpoints.registry import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-VISION = ("qwen2_vl", "llava")
+VISION = tuple(family for family, build in FAMILIES.items() if hasattr(build(Options()).processor, "image_processor"))
 TEXTS = (
     "Hello, world!",
     "don't  stop\n\n\tnow 12345",
@@ -53,7 +53,7 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, str]:
 
 
 def load(directory: Path) -> tuple[PreTrainedModel, dict]:
-    auto = AutoModelForImageTextToText if directory.name in VISION else AutoModelForCausalLM
+    auto = AutoModelForMultimodalLM if (directory / "processor_config.json").exists() else AutoModelForCausalLM
     return auto.from_pretrained(directory, output_loading_info=True)
 
 
