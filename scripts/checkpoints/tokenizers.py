@@ -7,6 +7,7 @@ knows a family; special tokens, classes and templates come from the caller.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -67,10 +68,15 @@ def train_sentencepiece(size: int) -> Pieces:
     return train(pre_tokenizers.Metaspace(prepend_scheme="always", split=True), size, alphabet, first)
 
 
-def added(pieces: Pieces, special: list[str]) -> dict[int, AddedToken]:
-    """Special tokens by id, in the order given, right after the ordinary ones."""
-    first = len(pieces.vocab)
-    return {first + i: AddedToken(token, special=True, normalized=False) for i, token in enumerate(special)}
+def added(pieces: Pieces, special: list[str], visible: Sequence[str] = ()) -> dict[int, AddedToken]:
+    """Tokens that text is never merged into, by id, right after the ordinary ones: special ones, then ``visible`` ones.
+
+    Special ones are left out of decoded text; visible ones are not.
+    """
+    tokens = [(token, True) for token in special] + [(token, False) for token in visible]
+    return {
+        id: AddedToken(token, special=hidden, normalized=False) for id, (token, hidden) in enumerate(tokens, len(pieces.vocab))
+    }
 
 
 def bos_first(bos: str, bpe: Tokenizer) -> processors.PostProcessor:
@@ -80,11 +86,15 @@ def bos_first(bos: str, bpe: Tokenizer) -> processors.PostProcessor:
     )
 
 
-def qwen2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Qwen2Tokenizer:
-    """A tokenizer of about ``size`` tokens of the kind that every Qwen2 and Qwen3 model uses."""
-    pieces = train_byte_level(QWEN2_WORDS, size - len(special))
+def qwen2_tokenizer(size: int, special: list[str], visible: Sequence[str] = (), **kwargs: Any) -> Qwen2Tokenizer:
+    """A tokenizer of about ``size`` tokens of the kind that every Qwen2 and Qwen3 model uses.
+
+    ``extra_special_tokens`` may give special tokens names that processors look for; else they go without.
+    """
+    pieces = train_byte_level(QWEN2_WORDS, size - len(special) - len(visible))
     own: dict[str, Any] = dict(vocab=pieces.vocab, merges=pieces.merges, unk_token=None)
-    return Qwen2Tokenizer(**own, added_tokens_decoder=added(pieces, special), extra_special_tokens=special, **kwargs)
+    own |= {"extra_special_tokens": special, **kwargs}
+    return Qwen2Tokenizer(**own, added_tokens_decoder=added(pieces, special, visible))
 
 
 def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> TokenizersBackend:
@@ -98,7 +108,7 @@ def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> 
     return TokenizersBackend(tokenizer_object=bpe, bos_token=bos, clean_up_tokenization_spaces=False, **kwargs)
 
 
-def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> TokenizersBackend:
+def llama2_tokenizer(size: int, special: list[str], eos_token: str = EOS, **kwargs: Any) -> TokenizersBackend:
     """A tokenizer of about ``size`` tokens of Llama 2's kind: ``▁`` for spaces, byte fallback, BOS first."""
     pieces = train_sentencepiece(size - len(special))
     bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True))
@@ -113,7 +123,7 @@ def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Tokenizers
         tokenizer_object=bpe,
         unk_token=UNKNOWN,
         bos_token=BOS,
-        eos_token=EOS,
+        eos_token=eos_token,
         clean_up_tokenization_spaces=False,
         **kwargs,
     )
