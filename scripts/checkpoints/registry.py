@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scripts.checkpoints.audio import qwen2_5_omni_thinker, qwen2_audio, voxtral
 from scripts.checkpoints.blueprint import Builder
 from scripts.checkpoints.llama import llama, llama_dynamic, llava
 from scripts.checkpoints.qwen import qwen2, qwen2_vl
@@ -19,4 +20,7 @@ FAMILIES: dict[str, Builder] = {
     "mistral": mistral,
     "phi3": phi3,
     "llama_dynamic": llama_dynamic,
+    "qwen2_audio": qwen2_audio,
+    "voxtral": voxtral,
+    "qwen2_5_omni_thinker": qwen2_5_omni_thinker,
 }

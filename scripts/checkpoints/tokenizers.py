@@ -17,6 +17,12 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from scripts.checkpoints.corpus import SENTENCES
 
 LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Words start at a change from lower to upper case too, and digits stand alone.
+TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 UNKNOWN, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
@@ -56,9 +62,9 @@ def train(splitter: pre_tokenizers.PreTokenizer, size: int, alphabet: list[str],
     return Pieces(model["vocab"], [(left, right) for left, right in model["merges"]])
 
 
-def train_byte_level(words: str, size: int) -> Pieces:
+def train_byte_level(words: str, size: int, first: Sequence[str] = ()) -> Pieces:
     """Pieces of a byte-level BPE whose words are split by the regular expression ``words``."""
-    return train(byte_level_splitter(words), size, sorted(pre_tokenizers.ByteLevel.alphabet()), [])
+    return train(byte_level_splitter(words), size, sorted(pre_tokenizers.ByteLevel.alphabet()), list(first))
 
 
 def train_sentencepiece(size: int) -> Pieces:
@@ -106,6 +112,17 @@ def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> 
     bpe.add_special_tokens(list(added(pieces, special).values()))
     bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos, bpe)])
     return TokenizersBackend(tokenizer_object=bpe, bos_token=bos, clean_up_tokenization_spaces=False, **kwargs)
+
+
+def tekken_tokenizer(size: int, special: list[str], bos_token: str, **kwargs: Any) -> TokenizersBackend:
+    """A tokenizer of ``size`` tokens of Mistral's newer kind: byte-level, special tokens have the lowest ids, BOS first."""
+    pieces = train_byte_level(TEKKEN_WORDS, size, special)
+    bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, ignore_merges=True))
+    bpe.pre_tokenizer = byte_level_splitter(TEKKEN_WORDS)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos_token, bpe)])
+    return TokenizersBackend(tokenizer_object=bpe, bos_token=bos_token, clean_up_tokenization_spaces=False, **kwargs)
 
 
 def llama2_tokenizer(size: int, special: list[str], eos_token: str = EOS, **kwargs: Any) -> TokenizersBackend:
