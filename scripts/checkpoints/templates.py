@@ -110,7 +110,7 @@ QWEN3_VL = (
 # Thoughts before the last question are forgotten; `enable_thinking=False` starts the answer after an empty thought.
 QWEN3 = (
     "{% set last = namespace(question=-1) %}"
-    "{% for message in messages if message['role'] == 'user' %}{% set last.question = messages.index(message) %}{% endfor %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% set text = message['content'] %}"
     "{% if message['role'] == 'assistant' and '</think>' in text and loop.index0 < last.question %}"
