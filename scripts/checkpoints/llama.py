@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import (
     CLIPImageProcessor,
     LlamaConfig,
@@ -24,6 +26,7 @@ LLAMA3_TOKENS = [
     "<|reserved_special_token_4|>",
     "<|eot_id|>",
 ]
+DYNAMIC_LENGTH = 64
 IMAGE, PAD = "<image>", "<pad>"
 CLIP_IMAGE, CLIP_PATCH = 336, 14
 CLIP_CROP = {"height": CLIP_IMAGE, "width": CLIP_IMAGE}
@@ -31,6 +34,16 @@ CLIP_CROP = {"height": CLIP_IMAGE, "width": CLIP_IMAGE}
 
 def llama(options: Options) -> Blueprint:
     """Llama-3-8B-Instruct in small: grouped heads, untied embeddings and, as published, no padding token."""
+    return llama3(options, 8192, rope_type="default")
+
+
+def llama_dynamic(options: Options) -> Blueprint:
+    """The same with NTK-aware rotary frequencies, which change with every token past ``DYNAMIC_LENGTH``."""
+    return llama3(options, DYNAMIC_LENGTH, rope_type="dynamic", factor=4.0)
+
+
+def llama3(options: Options, positions: int, **rope: Any) -> Blueprint:
+    """Llama 3 trained for ``positions`` tokens; ``rope`` completes the rotary parameters."""
     tokenizer = llama3_tokenizer(
         options.vocab_size,
         LLAMA3_TOKENS,
@@ -42,9 +55,9 @@ def llama(options: Options) -> Blueprint:
     begin, end, turn = ids(tokenizer, "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
     config = LlamaConfig(
         **text_sizes(options, tokenizer),
-        max_position_embeddings=8192,
+        max_position_embeddings=positions,
         rms_norm_eps=1e-5,
-        rope_parameters=dict(rope_type="default", rope_theta=500_000.0),
+        rope_parameters=dict(rope_theta=500_000.0, **rope),
         tie_word_embeddings=False,
         bos_token_id=begin,
         eos_token_id=turn,

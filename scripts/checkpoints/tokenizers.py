@@ -7,6 +7,7 @@ knows a family; special tokens, classes and templates come from the caller.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -16,6 +17,12 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from scripts.checkpoints.corpus import SENTENCES
 
 LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Words start at a change from lower to upper case too, and digits stand alone.
+TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 UNKNOWN, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
@@ -55,9 +62,9 @@ def train(splitter: pre_tokenizers.PreTokenizer, size: int, alphabet: list[str],
     return Pieces(model["vocab"], [(left, right) for left, right in model["merges"]])
 
 
-def train_byte_level(words: str, size: int) -> Pieces:
+def train_byte_level(words: str, size: int, first: Sequence[str] = ()) -> Pieces:
     """Pieces of a byte-level BPE whose words are split by the regular expression ``words``."""
-    return train(byte_level_splitter(words), size, sorted(pre_tokenizers.ByteLevel.alphabet()), [])
+    return train(byte_level_splitter(words), size, sorted(pre_tokenizers.ByteLevel.alphabet()), list(first))
 
 
 def train_sentencepiece(size: int) -> Pieces:
@@ -67,10 +74,15 @@ def train_sentencepiece(size: int) -> Pieces:
     return train(pre_tokenizers.Metaspace(prepend_scheme="always", split=True), size, alphabet, first)
 
 
-def added(pieces: Pieces, special: list[str]) -> dict[int, AddedToken]:
-    """Special tokens by id, in the order given, right after the ordinary ones."""
-    first = len(pieces.vocab)
-    return {first + i: AddedToken(token, special=True, normalized=False) for i, token in enumerate(special)}
+def added(pieces: Pieces, special: list[str], visible: Sequence[str] = ()) -> dict[int, AddedToken]:
+    """Tokens that text is never merged into, by id, right after the ordinary ones: special ones, then ``visible`` ones.
+
+    Special ones are left out of decoded text; visible ones are not.
+    """
+    tokens = [(token, True) for token in special] + [(token, False) for token in visible]
+    return {
+        id: AddedToken(token, special=hidden, normalized=False) for id, (token, hidden) in enumerate(tokens, len(pieces.vocab))
+    }
 
 
 def bos_first(bos: str, bpe: Tokenizer) -> processors.PostProcessor:
@@ -80,11 +92,15 @@ def bos_first(bos: str, bpe: Tokenizer) -> processors.PostProcessor:
     )
 
 
-def qwen2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Qwen2Tokenizer:
-    """A tokenizer of about ``size`` tokens of the kind that every Qwen2 and Qwen3 model uses."""
-    pieces = train_byte_level(QWEN2_WORDS, size - len(special))
+def qwen2_tokenizer(size: int, special: list[str], visible: Sequence[str] = (), **kwargs: Any) -> Qwen2Tokenizer:
+    """A tokenizer of about ``size`` tokens of the kind that every Qwen2 and Qwen3 model uses.
+
+    ``extra_special_tokens`` may give special tokens names that processors look for; else they go without.
+    """
+    pieces = train_byte_level(QWEN2_WORDS, size - len(special) - len(visible))
     own: dict[str, Any] = dict(vocab=pieces.vocab, merges=pieces.merges, unk_token=None)
-    return Qwen2Tokenizer(**own, added_tokens_decoder=added(pieces, special), extra_special_tokens=special, **kwargs)
+    own |= {"extra_special_tokens": special, **kwargs}
+    return Qwen2Tokenizer(**own, added_tokens_decoder=added(pieces, special, visible))
 
 
 def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> TokenizersBackend:
@@ -98,7 +114,18 @@ def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> 
     return TokenizersBackend(tokenizer_object=bpe, bos_token=bos, clean_up_tokenization_spaces=False, **kwargs)
 
 
-def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> TokenizersBackend:
+def tekken_tokenizer(size: int, special: list[str], bos_token: str, **kwargs: Any) -> TokenizersBackend:
+    """A tokenizer of ``size`` tokens of Mistral's newer kind: byte-level, special tokens have the lowest ids, BOS first."""
+    pieces = train_byte_level(TEKKEN_WORDS, size, special)
+    bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, ignore_merges=True))
+    bpe.pre_tokenizer = byte_level_splitter(TEKKEN_WORDS)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos_token, bpe)])
+    return TokenizersBackend(tokenizer_object=bpe, bos_token=bos_token, clean_up_tokenization_spaces=False, **kwargs)
+
+
+def llama2_tokenizer(size: int, special: list[str], eos_token: str = EOS, **kwargs: Any) -> TokenizersBackend:
     """A tokenizer of about ``size`` tokens of Llama 2's kind: ``▁`` for spaces, byte fallback, BOS first."""
     pieces = train_sentencepiece(size - len(special))
     bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True))
@@ -113,7 +140,7 @@ def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Tokenizers
         tokenizer_object=bpe,
         unk_token=UNKNOWN,
         bos_token=BOS,
-        eos_token=EOS,
+        eos_token=eos_token,
         clean_up_tokenization_spaces=False,
         **kwargs,
     )

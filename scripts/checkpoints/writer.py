@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -69,4 +71,12 @@ def write_processor(blueprint: Blueprint, out: Path) -> None:
     for name in ("image_processor", "video_processor", "feature_extractor"):
         part = getattr(processor, name, None)
         if part is not None:
-            part.save_pretrained(out)
+            keep_earlier(out / "preprocessor_config.json", lambda part=part: part.save_pretrained(out))
+
+
+def keep_earlier(path: Path, save: Callable[[], object]) -> None:
+    """Run ``save``; the keys that the JSON file had before stay: a picture's and a recording's settings share one file."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    save()
+    if earlier:
+        path.write_text(json.dumps(earlier | json.loads(path.read_text()), indent=2, sort_keys=True) + "\n")

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from PIL import Image, ImageDraw  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoProcessor,
     AutoTokenizer,
     BatchFeature,
@@ -32,7 +32,7 @@ from scripts.checkpoints.qwen import mrope_section  # noqa: E402
 from scripts.checkpoints.registry import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-VISION = ("qwen2_vl", "llava")
+VISION = tuple(family for family, build in FAMILIES.items() if hasattr(build(Options()).processor, "image_processor"))
 TEXTS = (
     "Hello, world!",
     "don't  stop\n\n\tnow 12345",
@@ -53,7 +53,7 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, str]:
 
 
 def load(directory: Path) -> tuple[PreTrainedModel, dict]:
-    auto = AutoModelForImageTextToText if directory.name in VISION else AutoModelForCausalLM
+    auto = AutoModelForMultimodalLM if (directory / "processor_config.json").exists() else AutoModelForCausalLM
     return auto.from_pretrained(directory, output_loading_info=True)
 
 
@@ -226,7 +226,9 @@ def test_sizes_and_dtype_are_honoured(family: str, tmp_path: Path) -> None:
     assert not info["missing_keys"] and not info["unexpected_keys"]
     text = model.config.get_text_config()
     assert (text.hidden_size, text.num_hidden_layers, text.vocab_size) == (128, 3, 1216)
-    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    always_float32 = tuple(model._keep_in_fp32_modules_strict or ())
+    changed = [value.dtype for name, value in model.named_parameters() if not any(part in name for part in always_float32)]
+    assert set(changed) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 128])
