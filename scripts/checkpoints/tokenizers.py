@@ -10,13 +10,14 @@ import json
 from typing import Any, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AddedToken, Qwen2Tokenizer, TokenizersBackend
+from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer, TokenizersBackend
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_WORDS
 
 from scripts.checkpoints.corpus import SENTENCES
 
 LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 UNKNOWN, BOS, EOS = "<unk>", "<s>", "</s>"
+GEMMA_FIRST = ["<pad>", "<eos>", "<bos>", UNKNOWN, "<mask>"]
 
 
 class Pieces(NamedTuple):
@@ -60,9 +61,9 @@ def train_byte_level(words: str, size: int) -> Pieces:
     return train(byte_level_splitter(words), size, sorted(pre_tokenizers.ByteLevel.alphabet()), [])
 
 
-def train_sentencepiece(size: int) -> Pieces:
-    """Pieces as in Llama 2: unknown, BOS, EOS, 256 byte tokens, then characters and merges, ``▁`` for a space."""
-    first = [UNKNOWN, BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
+def train_sentencepiece(size: int, named: list[str]) -> Pieces:
+    """Pieces as SentencePiece makes them: ``named``, 256 byte tokens, then characters and merges, ``▁`` for a space."""
+    first = [*named, *(f"<0x{byte:02X}>" for byte in range(256))]
     alphabet = ["▁", *(chr(code) for code in range(0x21, 0x7F))]
     return train(pre_tokenizers.Metaspace(prepend_scheme="always", split=True), size, alphabet, first)
 
@@ -100,7 +101,7 @@ def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> 
 
 def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> TokenizersBackend:
     """A tokenizer of about ``size`` tokens of Llama 2's kind: ``▁`` for spaces, byte fallback, BOS first."""
-    pieces = train_sentencepiece(size - len(special))
+    pieces = train_sentencepiece(size - len(special), [UNKNOWN, BOS, EOS])
     bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True))
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bpe.decoder = decoders.Sequence(
@@ -117,3 +118,10 @@ def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Tokenizers
         clean_up_tokenization_spaces=False,
         **kwargs,
     )
+
+
+def gemma_tokenizer(size: int, special: list[str], **kwargs: Any) -> GemmaTokenizer:
+    """A tokenizer of about ``size`` tokens of Gemma's kind: ``▁`` for spaces and none before a text, byte fallback, BOS first."""
+    pieces = train_sentencepiece(size - len(special), GEMMA_FIRST)
+    own: dict[str, Any] = dict(vocab=pieces.vocab, merges=pieces.merges)
+    return GemmaTokenizer(**own, added_tokens_decoder=added(pieces, special), add_bos_token=True, **kwargs)

@@ -32,7 +32,7 @@ from scripts.checkpoints.qwen import mrope_section  # noqa: E402
 from scripts.checkpoints.registry import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-VISION = ("qwen2_vl", "llava")
+VISION = ("qwen2_vl", "llava", "gemma3")
 TEXTS = (
     "Hello, world!",
     "don't  stop\n\n\tnow 12345",
@@ -71,9 +71,11 @@ def ask(directory: Path, question: str, *images: Image.Image) -> BatchFeature:
             [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     processor = AutoProcessor.from_pretrained(directory)
-    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
-    prompt = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
-    return processor(text=[prompt], images=list(images) or None, return_tensors="pt")
+    parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
+    turns = [{"role": "user", "content": parts}]
+    return processor.apply_chat_template(
+        turns, tokenize=True, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
 
 
 @torch.no_grad()
