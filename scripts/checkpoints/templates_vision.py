@@ -24,3 +24,56 @@ GEMMA3 = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+
+GEMMA2 = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{{ message['content'] | trim }}<end_of_turn>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+# No template is published; the processor itself puts BOS after the last picture and a line end after the text.
+PALIGEMMA = (
+    "{% for message in messages if message['content'] is not string %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
+    "{% endfor %}"
+    "{% for message in messages %}"
+    "{% if not loop.first %}{{ raise_exception('Only one turn is supported') }}{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] if part['type'] == 'text' %}"
+    "{% if not loop.first %} {% endif %}{{ part['text'] }}"
+    "{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+
+# Without pictures a system turn with dates comes first, whether or not the caller wrote one.
+MLLAMA = (
+    "{{ bos_token }}"
+    "{% if date_string is not defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    "{% set seen = namespace(images=false) %}"
+    "{% for message in messages if message['content'] is not string %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{% set seen.images = true %}{% endif %}"
+    "{% endfor %}{% endfor %}"
+    "{% set system = none %}{% set turns = messages %}"
+    "{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}"
+    "{% set system = messages[0]['content'] if messages[0]['content'] is string else messages[0]['content'][0]['text'] %}"
+    "{% endif %}"
+    "{% if system is not none or not seen.images %}"
+    "<|start_header_id|>system<|end_header_id|>\n\n"
+    "Cutting Knowledge Date: December 2023\nToday Date: {{ date_string }}\n\n{{ (system or '') | trim }}<|eot_id|>"
+    "{% endif %}"
+    "{% for message in turns %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|image|>{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "<|eot_id|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
