@@ -37,6 +37,24 @@ GEMMA2 = (
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 
+# Thinking is off unless asked for, and then announced in the system turn.
+GEMMA4 = (
+    "{{ bos_token }}"
+    "{% set ask = enable_thinking is defined and enable_thinking %}"
+    "{% for message in messages %}"
+    "{% if loop.first and ask and message['role'] != 'system' %}<|turn>system\n<|think|>\n<turn|>\n{% endif %}"
+    "<|turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{% if loop.first and ask and message['role'] == 'system' %}<|think|>\n{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] | trim }}"
+    "{% elif part['type'] in ('image', 'audio', 'video') %}<|{{ part['type'] }}|>{% endif %}"
+    "{% endfor %}{% endif %}"
+    "<turn|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+
 # No template is published; the processor itself puts BOS after the last picture and a line end after the text.
 PALIGEMMA = (
     "{% for message in messages if message['content'] is not string %}"
