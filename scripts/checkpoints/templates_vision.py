@@ -1,4 +1,7 @@
-"""Chat templates of the vision families, with the behaviour of the published ones."""
+"""Chat templates of the vision families, with the behaviour of the published ones.
+
+A line end right after a block tag would be trimmed, so there it is written as an expression.
+"""
 
 from __future__ import annotations
 
@@ -94,4 +97,46 @@ MLLAMA = (
     "<|eot_id|>"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+# Within a turn all pictures come first, whatever the order of the parts.
+LLAVA_NEXT = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}<<SYS>>\n{% elif message['role'] == 'user' %}[INST] {% else %} {% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}<image>\n{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}"
+    "{% if message['role'] == 'system' %}{{ '\n' }}<</SYS>>\n\n{% elif message['role'] == 'user' %} [/INST]{% else %}</s>{% endif %}"
+    "{% endfor %}"
+)
+
+LLAVA_ONEVISION = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }} "
+    "{% if message['content'] is string %}{{ '\n' + message['content'] }}"
+    "{% else %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'video' %}<video>{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ '\n' + part['text'] }}{% endfor %}"
+    "{% endif %}"
+    "<|im_end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Parts keep their order; no system turn is added.
+INTERNVL = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<IMG_CONTEXT>\n"
+    "{% elif part['type'] == 'video' %}<video>\n"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -84,8 +84,8 @@ def bos_first(bos: str, bpe: Tokenizer) -> processors.PostProcessor:
 def qwen2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Qwen2Tokenizer:
     """A tokenizer of about ``size`` tokens of the kind that every Qwen2 and Qwen3 model uses."""
     pieces = train_byte_level(QWEN2_WORDS, size - len(special))
-    own: dict[str, Any] = dict(vocab=pieces.vocab, merges=pieces.merges, unk_token=None)
-    return Qwen2Tokenizer(**own, added_tokens_decoder=added(pieces, special), extra_special_tokens=special, **kwargs)
+    own: dict[str, Any] = dict(vocab=pieces.vocab, merges=pieces.merges, unk_token=None, extra_special_tokens=special)
+    return Qwen2Tokenizer(**own | kwargs, added_tokens_decoder=added(pieces, special))
 
 
 def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> TokenizersBackend:

@@ -32,7 +32,7 @@ from scripts.checkpoints.qwen import mrope_section  # noqa: E402
 from scripts.checkpoints.registry import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-VISION = ("qwen2_vl", "llava", "gemma3", "mllama", "paligemma", "gemma4")
+VISION = ("qwen2_vl", "llava", "gemma3", "mllama", "paligemma", "gemma4", "llava_next", "llava_onevision", "internvl")
 PLACES = 1152  # tokens that PaliGemma's processor adds
 SIZES = {"mllama": (1025, 1032), "paligemma": (1000 + PLACES, 2176)}  # tokens and embedding rows, where they are not 1000 and 1024
 UNORDERED = ("mllama",)  # cross-attention has no positions, so pictures side by side are a set
