@@ -140,3 +140,20 @@ INTERNVL = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def smolvlm(start: str) -> str:
+    """The template of Idefics3 and SmolVLM: ``start`` once, then a line a turn; no space before a leading picture."""
+    return (
+        start + "{% for message in messages %}"
+        "{{ message['role'] | capitalize }}"
+        "{% if message['content'] is string %}: {{ message['content'] }}"
+        "{% else %}"
+        "{% if message['content'][0]['type'] == 'image' %}:{% else %}{{ ': ' }}{% endif %}"
+        "{% for part in message['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] in ('image', 'video') %}<{{ part['type'] }}>{% endif %}"
+        "{% endfor %}{% endif %}"
+        "<end_of_utterance>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}Assistant:{% endif %}"
+    )

@@ -88,15 +88,17 @@ def qwen2_tokenizer(size: int, special: list[str], **kwargs: Any) -> Qwen2Tokeni
     return Qwen2Tokenizer(**own | kwargs, added_tokens_decoder=added(pieces, special))
 
 
-def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> TokenizersBackend:
-    """A tokenizer of about ``size`` tokens of Llama 3's kind: byte-level, digits in threes, BOS before every text."""
+def llama3_tokenizer(size: int, special: list[str], bos: str | None, **kwargs: Any) -> TokenizersBackend:
+    """A tokenizer of about ``size`` tokens of Llama 3's kind: byte-level, digits in threes, ``bos`` before every text."""
     pieces = train_byte_level(LLAMA3_WORDS, size - len(special))
     bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, ignore_merges=True))
     bpe.pre_tokenizer = byte_level_splitter(LLAMA3_WORDS)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(list(added(pieces, special).values()))
-    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos, bpe)])
-    return TokenizersBackend(tokenizer_object=bpe, bos_token=bos, clean_up_tokenization_spaces=False, **kwargs)
+    if bos is not None:
+        bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos, bpe)])
+        kwargs["bos_token"] = bos
+    return TokenizersBackend(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **kwargs)
 
 
 def llama2_tokenizer(size: int, special: list[str], **kwargs: Any) -> TokenizersBackend:

@@ -32,9 +32,24 @@ from scripts.checkpoints.qwen import mrope_section  # noqa: E402
 from scripts.checkpoints.registry import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-VISION = ("qwen2_vl", "llava", "gemma3", "mllama", "paligemma", "gemma4", "llava_next", "llava_onevision", "internvl")
+VISION = (
+    "qwen2_vl",
+    "llava",
+    "gemma3",
+    "mllama",
+    "paligemma",
+    "gemma4",
+    "llava_next",
+    "llava_onevision",
+    "internvl",
+    "smolvlm",
+    "idefics3",
+)
 PLACES = 1152  # tokens that PaliGemma's processor adds
-SIZES = {"mllama": (1025, 1032), "paligemma": (1000 + PLACES, 2176)}  # tokens and embedding rows, where they are not 1000 and 1024
+SIZES = {
+    "mllama": (1025, 1032),
+    "paligemma": (1000 + PLACES, 2176),
+}  # tokens and embedding rows, where they are not 1000 and 1024
 UNORDERED = ("mllama",)  # cross-attention has no positions, so pictures side by side are a set
 TEXTS = (
     "Hello, world!",
@@ -47,6 +62,8 @@ TEXTS = (
 
 
 def make(out: Path, family: str, *options: str) -> Path:
+    if family == "smolvlm":
+        pytest.importorskip("num2words", reason="SmolVLM's processor requires it")
     assert main(["--family", family, "--out", str(out), "--layers", "3", *options]) == 0
     return out
 
@@ -76,9 +93,7 @@ def ask(directory: Path, question: str, *images: Image.Image) -> BatchFeature:
     processor = AutoProcessor.from_pretrained(directory)
     parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
     turns = [{"role": "user", "content": parts}]
-    return processor.apply_chat_template(
-        turns, tokenize=True, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    return processor.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
 @torch.no_grad()
