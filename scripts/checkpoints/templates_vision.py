@@ -141,6 +141,19 @@ INTERNVL = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+PHI4 = (
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] in ('image', 'audio') %}<|{{ part['type'] }}|>{% endif %}"
+    "{% endfor %}{% endif %}"
+    "<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+)
+
 
 def smolvlm(start: str) -> str:
     """The template of Idefics3 and SmolVLM: ``start`` once, then a line a turn; no space before a leading picture."""

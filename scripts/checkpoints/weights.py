@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 TIED_STD, UNTIED_STD, VECTOR_STD = 0.1, 0.5, 0.1
 # Queries and keys: attention picks out positions, even among hundreds of picture tokens. MLP outputs: the last token
 # counts for more than the shared context, so decoding does not settle on one token. Both were chosen by measurement.
-GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv": 2.0, "down_proj": 2.0, "fc2": 2.0}
+GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv": 2.0, "gate_up_proj": 2.0, "down_proj": 2.0, "fc2": 2.0}
 # Added to norms that undo those gains: the one after an MLP, and the one of the keys. Chosen by measurement as well.
 LIFTS = {"post_feedforward_layernorm": 4.0, "k_norm": 2.0}
 GATE = 0.5  # a lone number gates a branch that is shut where training starts

@@ -44,6 +44,7 @@ VISION = (
     "internvl",
     "smolvlm",
     "idefics3",
+    "phi4_multimodal",
 )
 PLACES = 1152  # tokens that PaliGemma's processor adds
 SIZES = {
@@ -73,7 +74,8 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, str]:
 
 
 def load(directory: Path) -> tuple[PreTrainedModel, dict]:
-    auto = AutoModelForImageTextToText if directory.name in VISION else AutoModelForCausalLM
+    seeing = directory.name in VISION and directory.name != "phi4_multimodal"  # transformers lists it as plain text
+    auto = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     return auto.from_pretrained(directory, output_loading_info=True)
 
 
