@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = Options(hidden_size=args.hidden_size, layers=args.layers, vocab_size=args.vocab_size)
         blueprint = FAMILIES[args.family](options)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         return refuse(str(error))
     say(f"writing {args.family} (seed {args.seed}, {args.dtype}) to {args.out}")
     write(blueprint, args.out, seed=args.seed, dtype=args.dtype, shard_size=args.shard_size)

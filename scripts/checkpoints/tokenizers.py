@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AddedToken, Qwen2Tokenizer, TokenizersBackend
+from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer, TokenizersBackend
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_WORDS
 
 from scripts.checkpoints.corpus import SENTENCES
@@ -24,6 +24,7 @@ TEKKEN_WORDS = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 UNKNOWN, BOS, EOS = "<unk>", "<s>", "</s>"
+GEMMA_FIRST = ["<pad>", "<eos>", "<bos>", UNKNOWN, "<mask>"]
 
 
 class Pieces(NamedTuple):
@@ -67,9 +68,9 @@ def train_byte_level(words: str, size: int, first: Sequence[str] = ()) -> Pieces
     return train(byte_level_splitter(words), size, sorted(pre_tokenizers.ByteLevel.alphabet()), list(first))
 
 
-def train_sentencepiece(size: int) -> Pieces:
-    """Pieces as in Llama 2: unknown, BOS, EOS, 256 byte tokens, then characters and merges, ``▁`` for a space."""
-    first = [UNKNOWN, BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
+def train_sentencepiece(size: int, named: list[str]) -> Pieces:
+    """Pieces as SentencePiece makes them: ``named``, 256 byte tokens, then characters and merges, ``▁`` for a space."""
+    first = [*named, *(f"<0x{byte:02X}>" for byte in range(256))]
     alphabet = ["▁", *(chr(code) for code in range(0x21, 0x7F))]
     return train(pre_tokenizers.Metaspace(prepend_scheme="always", split=True), size, alphabet, first)
 
@@ -103,15 +104,17 @@ def qwen2_tokenizer(size: int, special: list[str], visible: Sequence[str] = (), 
     return Qwen2Tokenizer(**own, added_tokens_decoder=added(pieces, special, visible))
 
 
-def llama3_tokenizer(size: int, special: list[str], bos: str, **kwargs: Any) -> TokenizersBackend:
-    """A tokenizer of about ``size`` tokens of Llama 3's kind: byte-level, digits in threes, BOS before every text."""
+def llama3_tokenizer(size: int, special: list[str], bos: str | None, **kwargs: Any) -> TokenizersBackend:
+    """A tokenizer of about ``size`` tokens of Llama 3's kind: byte-level, digits in threes, ``bos`` before every text."""
     pieces = train_byte_level(LLAMA3_WORDS, size - len(special))
     bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, ignore_merges=True))
     bpe.pre_tokenizer = byte_level_splitter(LLAMA3_WORDS)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(list(added(pieces, special).values()))
-    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos, bpe)])
-    return TokenizersBackend(tokenizer_object=bpe, bos_token=bos, clean_up_tokenization_spaces=False, **kwargs)
+    if bos is not None:
+        bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos_first(bos, bpe)])
+        kwargs["bos_token"] = bos
+    return TokenizersBackend(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **kwargs)
 
 
 def tekken_tokenizer(size: int, special: list[str], bos_token: str, **kwargs: Any) -> TokenizersBackend:
@@ -127,7 +130,7 @@ def tekken_tokenizer(size: int, special: list[str], bos_token: str, **kwargs: An
 
 def llama2_tokenizer(size: int, special: list[str], eos_token: str = EOS, **kwargs: Any) -> TokenizersBackend:
     """A tokenizer of about ``size`` tokens of Llama 2's kind: ``▁`` for spaces, byte fallback, BOS first."""
-    pieces = train_sentencepiece(size - len(special))
+    pieces = train_sentencepiece(size - len(special), [UNKNOWN, BOS, EOS])
     bpe = Tokenizer(models.BPE(vocab=pieces.vocab, merges=pieces.merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True))
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bpe.decoder = decoders.Sequence(
@@ -144,3 +147,10 @@ def llama2_tokenizer(size: int, special: list[str], eos_token: str = EOS, **kwar
         clean_up_tokenization_spaces=False,
         **kwargs,
     )
+
+
+def gemma_tokenizer(size: int, special: list[str], **kwargs: Any) -> GemmaTokenizer:
+    """A tokenizer of about ``size`` tokens of Gemma's kind: ``▁`` for spaces and none before a text, byte fallback, BOS first."""
+    pieces = train_sentencepiece(size - len(special), GEMMA_FIRST)
+    own: dict[str, Any] = dict(vocab=pieces.vocab, merges=pieces.merges)
+    return GemmaTokenizer(**own, added_tokens_decoder=added(pieces, special), add_bos_token=True, **kwargs)

@@ -10,9 +10,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 TIED_STD, UNTIED_STD, VECTOR_STD = 0.1, 0.5, 0.1
 # Queries and keys: attention picks out positions, even among hundreds of picture tokens. MLP outputs: the last token
 # counts for more than the shared context, so decoding does not settle on one token. Both were chosen by measurement.
-GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv": 2.0, "down_proj": 2.0, "fc2": 2.0}
-# Where queries and keys are normed, their projections' scale is lost and the norms' weights take its place.
-NORM_GAINS = {"q_norm": 2.0, "k_norm": 2.0}
+GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv": 2.0, "gate_up_proj": 2.0, "down_proj": 2.0, "fc2": 2.0}
+# Added to norms that undo those gains: the one after an MLP, and the one of the keys. Chosen by measurement as well.
+LIFTS = {"post_feedforward_layernorm": 4.0, "k_norm": 2.0}
+GATE = 0.5  # a lone number gates a branch that is shut where training starts
 
 
 def build(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -24,9 +25,14 @@ def build(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: in
     return model
 
 
-def gain(name: str, gains: dict[str, float] = GAINS) -> float:
-    """How much larger than usual the named matrix or norm is drawn."""
-    return next((value for part, value in gains.items() if part in name), 1.0)
+def gain(name: str) -> float:
+    """How much larger than 1/sqrt(fan-in) the named matrix is drawn."""
+    return next((value for part, value in GAINS.items() if part in name), 1.0)
+
+
+def shift(name: str, parameter: torch.nn.Parameter) -> float:
+    """How far the named vector is moved, on average, from where the model starts it."""
+    return GATE if parameter.numel() == 1 else next((value for part, value in LIFTS.items() if part in name), 0.0)
 
 
 @torch.no_grad()
@@ -44,7 +50,7 @@ def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif parameter.ndim >= 2:
             parameter.copy_(noise * gain(name) * parameter[0].numel() ** -0.5)
         else:
-            parameter.add_(noise * VECTOR_STD).mul_(gain(name, NORM_GAINS))
+            parameter.add_(noise * VECTOR_STD + shift(name, parameter))
 
 
 @torch.no_grad()

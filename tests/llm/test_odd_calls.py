@@ -184,14 +184,12 @@ async def test_cancelled_calls_leave_no_task_behind(checkpoint_dir: Dirs, caplog
 async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
     checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = TokenChooser.choose
-
-    def odd(self: TokenChooser, logits: torch.Tensor, so_far: int) -> int:
-        if self.sampling.seed == 13:
+    def odd(choosers: Sequence[TokenChooser], logits: torch.Tensor) -> list[Choice | None]:
+        if any(chooser.sampling.seed == 13 for chooser in choosers):
             raise IndexError("no such token")
-        return choose(self, logits, so_far)
+        return choose(choosers, logits)
 
-    monkeypatch.setattr(TokenChooser, "choose", odd)
+    monkeypatch.setattr("services.llm.engine.choose", odd)
     async with running(checkpoint_dir("llama")) as client:
         other = asyncio.create_task(client.tokens(client.generate("well", [1, 2], max_tokens=20, ignore_eos=True)))
         error = await client.refused(client.generate("odd", [1, 2], seed=13))
