@@ -134,63 +134,6 @@ async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
 
     monkeypatch.setattr("services.llm.engine.choose", odd)
     async with running(checkpoint_dir("llama")) as client:
-        error = await client.refused(client.generate("odd", [1, 2], stop_token_ids=[1_000_000], min_tokens=2))
-        assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "sampling.stop_token_ids")
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("grid", [(0, 0, 0), (1, 8, 8), (1, 16, 1), (1, 4_294_967_294, 4_294_967_294)])
-async def test_a_grid_that_is_not_that_of_the_rows(checkpoint_dir: Dirs, grid: tuple[int, int, int]) -> None:
-    async with running(checkpoint_dir("qwen2_vl")) as client:
-        image = client.service.servicer.checkpoint.placeholder_id(Modality.IMAGE)
-        t, h, w = grid
-        span = media_pb2.Span(modality=1, offset=1, rows=4, grid=media_pb2.Grid(t=t, h=h, w=w), ref=NOWHERE)
-        error = await client.refused(client.generate("odd", [5, *[image] * 4, 6], span))
-        assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "spans[0].grid")
-
-
-@pytest.mark.asyncio
-async def test_abort_ends_the_call_and_reports_it(checkpoint_dir: Dirs) -> None:
-    async with running(checkpoint_dir("llama")) as client:
-        call = client.generate("long", [1, 2], max_tokens=1000, ignore_eos=True)
-        events = aiter(call)
-        await anext(events)
-        await client.stub.Abort(llm_pb2.AbortRequest(request_id="long"))
-        await client.stub.Abort(llm_pb2.AbortRequest(request_id="long"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with asyncio.timeout(5):
-                async for _ in events:
-                    pass
-        assert caught.value.code() is CODE.CANCELLED and "Abort" in str(caught.value.details())
-        await client.serves()
-
-
-@pytest.mark.asyncio
-async def test_cancelled_calls_leave_no_task_behind(checkpoint_dir: Dirs, caplog: pytest.LogCaptureFixture) -> None:
-    async with running(checkpoint_dir("llama")) as client:
-        await client.serves()
-        before = len(asyncio.all_tasks())
-        for index in range(20):
-            call = client.generate(f"c{index}", [1] * 300, max_tokens=300, ignore_eos=True)
-            await asyncio.sleep(0.003 * index)
-            call.cancel()
-        async with asyncio.timeout(5):
-            while len(asyncio.all_tasks()) > before or client.service.engine.scheduler.running:
-                await asyncio.sleep(0.01)
-    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
-
-
-@pytest.mark.asyncio
-async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
-    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def odd(choosers: Sequence[TokenChooser], logits: torch.Tensor) -> list[Choice | None]:
-        if any(chooser.sampling.seed == 13 for chooser in choosers):
-            raise IndexError("no such token")
-        return choose(choosers, logits)
-
-    monkeypatch.setattr("services.llm.engine.choose", odd)
-    async with running(checkpoint_dir("llama")) as client:
         other = asyncio.create_task(client.tokens(client.generate("well", [1, 2], max_tokens=20, ignore_eos=True)))
         error = await client.refused(client.generate("odd", [1, 2], seed=13))
         assert len(await other) == 20

@@ -62,7 +62,11 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, str]:
 
 def load(directory: Path) -> tuple[PreTrainedModel, dict]:
     listed_as_text = directory.name == "phi4_multimodal"
-    auto = AutoModelForMultimodalLM if not listed_as_text and (directory / "processor_config.json").exists() else AutoModelForCausalLM
+    auto = (
+        AutoModelForMultimodalLM
+        if not listed_as_text and (directory / "processor_config.json").exists()
+        else AutoModelForCausalLM
+    )
     return auto.from_pretrained(directory, output_loading_info=True)
 
 
