@@ -24,6 +24,7 @@ class LlmConfig(ServiceConfig):
     attention_backend: str = option(
         "auto", "who computes attention; naive is slow and easy to read", ["auto", "naive", "gathered"]
     )
+    long_prefill_token_threshold: int = option(0, "most tokens a step takes of one prompt; 0 sets no bound")
     enable_prefix_caching: bool = option(True, "reuse the keys and values of prompts that start alike")
     watchdog_seconds: float = option(300.0, "a step that takes longer makes liveness fail; 0 turns that off")
     seed: int = option(0, "seed for requests that bring none")

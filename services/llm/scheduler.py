@@ -49,12 +49,17 @@ class Scheduler:
         max_num_seqs: int,
         max_passed_over: int = 16,
         watermark: float = 0.01,
+        long_prefill_token_threshold: int = 0,
     ) -> None:
-        """``watermark`` is the share of each pool that stays free when a sequence is let in beside others."""
+        """``watermark`` is the share of each pool that stays free when a sequence is let in beside others.
+
+        ``long_prefill_token_threshold`` is the most tokens that a step takes of one prompt, atoms aside; 0 sets no bound.
+        """
         assert 0 < max_num_seqs <= max_num_batched_tokens, "every running sequence must be able to decode in one step"
         assert max_passed_over > 0
         self.kv = kv
         self.token_budget, self.max_sequences, self.max_passed_over = max_num_batched_tokens, max_num_seqs, max_passed_over
+        self._threshold = long_prefill_token_threshold or max_num_batched_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -147,6 +152,13 @@ class Scheduler:
             children.append(child)
         return children
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Put a running sequence back to wait; it starts over from its own tokens and goes before its equals."""
+        self._stop(sequence)
+        sequence.status, sequence.preempted = Status.WAITING, True
+        insort(self.waiting, sequence, key=_place)
+        self.preemptions += 1
+
     def finish(self, sequence: Sequence, poisoned: bool = False) -> None:
         """Take a sequence out, whatever its state, and give its blocks back.
 
@@ -175,7 +187,7 @@ class Scheduler:
         for sequence in prefills:
             if sequence.status is not Status.RUNNING or budget <= 0:
                 continue
-            count = _cut(sequence, sequence.computed, budget)
+            count = self._cut(sequence, sequence.computed, budget)
             if count > 0 and self._make_room(sequence, sequence.computed + count):
                 sequence.passed_over = 0
                 chunks.append(Chunk(sequence, sequence.computed, count))
@@ -186,7 +198,7 @@ class Scheduler:
         """Admit waiting sequences in their order while budget, slots and blocks last."""
         scheduled = {id(c.sequence) for c in chunks}
         # those that could run but do not; whoever is let in now passes over them
-        held_up = [s for s in prefills if id(s) not in scheduled and _cut(s, s.computed, self.token_budget) > 0]
+        held_up = [s for s in prefills if id(s) not in scheduled and self._cut(s, s.computed, self.token_budget) > 0]
         seats = self.max_sequences - sum(s.n for s in self.running)
         spare = self._spare(prefills)
         for sequence in list(self.waiting):
@@ -195,7 +207,7 @@ class Scheduler:
             prefix = self._prefix_with_ready_rows(sequence)
             if prefix is None:
                 continue
-            count = _cut(sequence, prefix, budget)
+            count = self._cut(sequence, prefix, budget)
             if count <= 0 or sequence.n > seats or not self.kv.fits_now(sequence, prefix, self.token_budget, spare):
                 held_up.append(sequence)
                 if len(held_up) > self.max_passed_over:
@@ -215,7 +227,7 @@ class Scheduler:
         if not self.kv.may_start(sequence):
             return None
         prefix = self.kv.longest_prefix(sequence)
-        return prefix if _cut(sequence, prefix, self.token_budget) > 0 else None
+        return prefix if self._cut(sequence, prefix, self.token_budget) > 0 else None
 
     def _spare(self, prefills: list[Sequence]) -> list[int]:
         """Per group, blocks that whoever is let in must leave to those that run."""
@@ -226,6 +238,16 @@ class Scheduler:
             for index, blocks in enumerate(self.kv.outstanding(sequence, self.token_budget)):
                 spare[index] += blocks
         return spare
+
+    def _cut(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Ready tokens from ``start`` on for one chunk, ending outside every atom; not positive if there are none."""
+        last = min(sequence.ready_after(start), start + budget)
+        stop = min(last, start + self._threshold)
+        if (atom := sequence.atom_at(stop)) is None:
+            return stop - start
+        if atom[0] <= start and atom[1] <= last:
+            return atom[1] - start  # the threshold alone does not split an atom
+        return atom[0] - start
 
     def _start(self, sequence: Sequence, prefix: int) -> None:
         self.waiting.remove(sequence)
@@ -244,20 +266,10 @@ class Scheduler:
         """Allocate, preempting less urgent sequences where needed; False if ``sequence`` itself had to give way."""
         while not self.kv.allocate(sequence, tokens):
             victim = max(reversed(self.running), key=_urgency)
-            self._stop(victim)
-            victim.status, victim.preempted = Status.WAITING, True
-            insort(self.waiting, victim, key=_place)
-            self.preemptions += 1
+            self.preempt(victim)
             if victim is sequence:
                 return False
         return True
-
-
-def _cut(sequence: Sequence, start: int, budget: int) -> int:
-    """Ready tokens from ``start`` on, at most ``budget``, that end outside every atom; not positive if there are none."""
-    stop = min(sequence.ready_after(start), start + budget)
-    atom = sequence.atom_at(stop)
-    return (atom[0] if atom else stop) - start
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

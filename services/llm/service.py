@@ -36,7 +36,11 @@ class LlmService:
         logs.event(logger, "loading", model=checkpoint.name, family=checkpoint.family.model_type)
         runner = ModelRunner(checkpoint, config)
         kv = KvCache(runner.groups, config.block_size, checkpoint.fingerprint.encode(), config.enable_prefix_caching)
-        self.engine = Engine(runner, Scheduler(kv, config.max_num_batched_tokens, config.max_num_seqs))
+        scheduler = Scheduler(
+            kv, config.max_num_batched_tokens, config.max_num_seqs,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )  # fmt: skip
+        self.engine = Engine(runner, scheduler)
         self.fetcher = RowFetcher(checkpoint.fingerprint, runner.hidden_size, runner.merger.features)
         placeholders = [checkpoint.placeholder_id(modality) for modality in checkpoint.family.modalities]
         self.grammars = Grammars(checkpoint.path, runner.vocab_size, checkpoint.end_token_ids, placeholders)
