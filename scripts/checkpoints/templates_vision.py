@@ -108,7 +108,8 @@ LLAVA_NEXT = (
     "{% for part in message['content'] if part['type'] == 'image' %}<image>\n{% endfor %}"
     "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
     "{% endif %}"
-    "{% if message['role'] == 'system' %}{{ '\n' }}<</SYS>>\n\n{% elif message['role'] == 'user' %} [/INST]{% else %}</s>{% endif %}"
+    "{% if message['role'] == 'system' %}{{ '\n' }}<</SYS>>\n\n"
+    "{% elif message['role'] == 'user' %} [/INST]{% else %}</s>{% endif %}"
     "{% endfor %}"
 )
 
@@ -164,7 +165,8 @@ def smolvlm(start: str) -> str:
         "{% else %}"
         "{% if message['content'][0]['type'] == 'image' %}:{% else %}{{ ': ' }}{% endif %}"
         "{% for part in message['content'] %}"
-        "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] in ('image', 'video') %}<{{ part['type'] }}>{% endif %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}"
+        "{% elif part['type'] in ('image', 'video') %}<{{ part['type'] }}>{% endif %}"
         "{% endfor %}{% endif %}"
         "<end_of_utterance>\n"
         "{% endfor %}"
