@@ -44,7 +44,7 @@ IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.2
 
 
 def llava_next(options: Options) -> Blueprint:
-    """LLaVA-1.6-Mistral-7B in small: CLIP tiles on the published grids at a third of their size, rows ended by a newline."""
+    """LLaVA-1.6-Mistral-7B in small: CLIP tiles on the published grids at a third of their size, a newline after each row."""
     tokenizer = llama2_tokenizer(
         options.vocab_size,
         [IMAGE, PAD],

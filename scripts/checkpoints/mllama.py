@@ -30,7 +30,12 @@ def mllama(options: Options) -> Blueprint:
     """Llama-3.2-11B-Vision-Instruct in small: up to four tiles a picture, cross-attention in every second layer.
 
     The head has as many rows as tokens before ``<|image|>``; the embedding has eight more.
+
+    Raises:
+        ValueError: fewer than two layers, so none looks at pictures.
     """
+    if options.layers < 2:
+        raise ValueError(f"{options.layers} layers: mllama needs one of each kind")
     head = -(-options.vocab_size // ROWS) * ROWS
     tokenizer = llama3_tokenizer(
         head + 1,

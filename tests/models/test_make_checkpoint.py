@@ -86,7 +86,10 @@ def ask(directory: Path, question: str, *images: Image.Image) -> BatchFeature:
     processor = AutoProcessor.from_pretrained(directory)
     parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
     turns = [{"role": "user", "content": parts}]
-    return processor.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    template = processor.tokenizer.chat_template  # phi4_multimodal's processor drops its own on loading
+    return processor.apply_chat_template(
+        turns, template, tokenize=True, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
 
 
 @torch.no_grad()

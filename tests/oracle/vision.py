@@ -92,21 +92,30 @@ def mllama(model: Any, inputs: Any) -> list[Item]:
     ]
 
 
+def phi4_rows(side: int, size: torch.Tensor, mask: torch.Tensor) -> int:
+    """Rows of one picture: its crops without their padding, a newline a line, a separator, the view of the whole."""
+    down, across = (size // side).tolist()
+    seen = mask[1 : 1 + down * across, ::2, ::2]  # [crops, half a crop's patches, half a crop's patches]
+    half = seen.shape[-1]
+    lines = seen.view(down, across, half, half).transpose(1, 2).reshape(down * half, across * half)
+    height, width = int(lines[:, 0].sum()), int(lines[0].sum())
+    return height * (width + 1) + 1 + half * (half + 1)
+
+
 @torch.no_grad()
 def phi4_multimodal(model: Any, inputs: Any) -> list[Item]:
     """The module scatters by itself, so it is given a prompt of nothing but placeholders."""
     if "image_pixel_values" not in inputs:
         return []
     config = model.config
-    token = config.vision_config.image_token_id
-    counts = runs(inputs, token)
-    ids = torch.full((1, sum(counts)), token)
+    sizes, masks = inputs["image_sizes"], inputs["image_attention_mask"]
+    counts = [phi4_rows(config.vision_config.crop_size, *pair) for pair in zip(sizes, masks, strict=True)]
     rows = model.base_model.embed_tokens_extend.image_embed(
-        ids,
+        torch.full((1, sum(counts)), config.vision_config.image_token_id),
         torch.zeros(1, sum(counts), config.hidden_size),
         image_pixel_values=inputs["image_pixel_values"],
-        image_sizes=inputs["image_sizes"],
-        image_attention_mask=inputs["image_attention_mask"],
+        image_sizes=sizes,
+        image_attention_mask=masks,
     )
     return [item(part) for part in rows[0].split(counts)]
 
