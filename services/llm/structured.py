@@ -135,15 +135,17 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         source = _source(constraint)
-        if self._leading_space:
-            source = _after_a_space(source)
+        grammar = self._start(source)
+        return self._start(_after_a_space(source)) if self._leading_space else grammar
+
+    def _start(self, source: str) -> Grammar:
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
-        if not matcher.is_error():
-            try:
-                return Grammar(self, matcher, self.allowed(matcher))
-            except GrammarFailure as failure:
-                raise ConstraintError("nothing matches it" if not matcher.is_error() else _reason(matcher)) from failure
-        raise ConstraintError(_reason(matcher))
+        if matcher.is_error():
+            raise ConstraintError(_reason(matcher))
+        try:
+            return Grammar(self, matcher, self.allowed(matcher))
+        except GrammarFailure:
+            raise ConstraintError("no token of the model begins a text that matches it") from None
 
 
 class Grammar:
@@ -239,8 +241,9 @@ def _after_a_space(source: str) -> str:
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    """The first line of what went wrong: the rest shows the parser's insides."""
-    return str(matcher.get_error()).split("\n", 1)[0] or "nothing matches it"
+    """What went wrong, in one line; the others show the parser's insides."""
+    lines = str(matcher.get_error()).splitlines()
+    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
 
 
 def _packed(tokens: Collection[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
