@@ -20,6 +20,8 @@ import numpy as np
 import tokenizers
 import torch
 
+from services.models.registry import UnsupportedModel
+
 _MAX_DEPTH = 64  # of a JSON schema
 _COMPILE_THREADS, _MASK_THREADS = 2, 2
 _WHITESPACE = r"[ \n\r\t]{0,64}"  # between the parts of JSON: bounded, or an answer might be nothing else
@@ -59,6 +61,9 @@ class Grammars:
         banned: never allowed: placeholders. Special tokens are not either.
         capacity: constraints kept.
         compile_seconds: longest compilation. It goes on behind a refusal, but not for long: the parser counts its own work.
+
+    Raises:
+        UnsupportedModel: there is no tokenizer.json.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class Grammars:
         capacity: int = 64,
         compile_seconds: float = 5.0,
     ) -> None:
+        if not (path / "tokenizer.json").is_file():
+            raise UnsupportedModel(f"{path} holds no tokenizer.json; save the tokenizer with transformers' save_pretrained first")
         source = (path / "tokenizer.json").read_text(encoding="utf-8")
         tokenizer = tokenizers.Tokenizer.from_str(source)
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special} | set(banned)
