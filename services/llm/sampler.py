@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from services.llm.occurrences import Occurrences
@@ -21,7 +22,7 @@ _COLDEST = 1e-30  # dividing by less would turn 0, the largest logit's distance 
 _WEIGHT_OF_LIKELIEST = 2**44  # times the largest vocabulary, 2 ** 18, it stays below 2 ** 63
 _NUCLEUS_GUESS = 1024  # tokens sorted before all are
 _WORD = 2**64 - 1
-_PROMPT_ROWS = 64  # rows whose log probabilities are computed at once
+_CACHED_LOGITS = 2**19  # computed at once on a CPU, to stay in its cache: three times as fast
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,15 @@ def choose(choosers: Sequence[TokenChooser], logits: torch.Tensor) -> list[Choic
 
     Nothing is accepted: asked again, it answers the same. None where there is no token to choose; ``failure`` then says why.
     """
-    best = logits.argmax(-1, keepdim=True)  # a NaN where there is one
+    best = _argmax(logits)[:, None]  # a NaN where there is one
     fine = logits.gather(-1, best).isfinite()
     tokens: list[list[int]] = torch.cat([best, fine], dim=1).tolist()
     choices = [Choice(token) if ok else None for token, ok in tokens]
     if not all([chooser.plain for chooser in choosers]):
         special = [i for i, (chooser, choice) in enumerate(zip(choosers, choices, strict=True)) if choice and not chooser.plain]
-        _choose_special(choosers, logits, special, choices)
+        step = _rows_at_once(logits)
+        for at in range(0, len(special), step):
+            _choose_special(choosers, logits, special[at : at + step], choices)
     if None in choices:
         for chooser, choice in zip(choosers, choices, strict=True):
             if choice is None:
@@ -158,9 +161,10 @@ def choose(choosers: Sequence[TokenChooser], logits: torch.Tensor) -> list[Choic
 def prompt_logprobs(logits: torch.Tensor, next_tokens: Sequence[int], top: int) -> list[Choice]:
     """How likely each row's next token was, and the ``top`` likeliest, from raw ``logits`` ``[len(next_tokens), vocab]``."""
     found: list[Choice] = []
-    for at in range(0, len(next_tokens), _PROMPT_ROWS):
-        tokens = next_tokens[at : at + _PROMPT_ROWS]
-        found += _logprobs(logits[at : at + _PROMPT_ROWS], tokens, [top] * len(tokens))
+    step = min(64, _rows_at_once(logits))
+    for at in range(0, len(next_tokens), step):
+        tokens = next_tokens[at : at + step]
+        found += _logprobs(logits[at : at + step], tokens, [top] * len(tokens))
     return found
 
 
@@ -181,7 +185,7 @@ def _choose_special(
     active = [choosers[i] for i in rows]
     work = logits[rows]
     _edit(work, active, [masks.get(i) for i in rows])
-    picked = work.argmax(-1)
+    picked = _argmax(work)
     random = [at for at, chooser in enumerate(active) if chooser.sampling.temperature > 0]
     if random:
         picked[random] = _sample(work[random], [active[at] for at in random])
@@ -246,34 +250,60 @@ def _weights(work: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
     """Whole numbers ``[rows, vocab]`` in proportion to the probabilities, 0 where a filter took a token out."""
     device, vocab = work.device, work.shape[1]
     temperature = torch.tensor([[max(s.temperature, _COLDEST)] for s in samplings], device=device)
-    weights = torch.exp((work - work.amax(-1, keepdim=True)) / temperature)
-    if any(s.min_p > 0 for s in samplings):
-        weights *= weights >= torch.tensor([[s.min_p] for s in samplings], device=device)  # the likeliest token's is 1
-    weights = (weights * _WEIGHT_OF_LIKELIEST).long()
+    likelihoods = (work - work.amax(-1, keepdim=True)).div_(temperature).exp_()  # the likeliest token's is 1
+    least = torch.tensor([[s.min_p] for s in samplings], device=device)
     if limited := [at for at, s in enumerate(samplings) if 0 < s.top_k < vocab]:
         k = torch.tensor([[samplings[at].top_k] for at in limited], device=device)
-        rows = weights[limited]
-        least = rows.topk(int(k.max())).values.gather(1, k - 1)
-        weights[limited] = rows * (rows >= least)
+        kth = _largest(likelihoods[limited], int(k.max())).gather(1, k - 1)
+        least[limited] = least[limited].maximum(kth)  # min_p takes out the least likely: it cannot change who is the kth
+    if bool((least > 0).any()):
+        likelihoods.masked_fill_(likelihoods < least, 0)
+    likelihoods.mul_(_WEIGHT_OF_LIKELIEST)
+    weights = likelihoods.long()
     if nucleus := [at for at, s in enumerate(samplings) if s.top_p < 1]:
         share = torch.tensor([[samplings[at].top_p] for at in nucleus], dtype=torch.float64, device=device)
-        weights[nucleus] = _nucleus(weights[nucleus], share)
+        weights[nucleus] = _nucleus(likelihoods[nucleus], weights[nucleus], share)
     return weights
 
 
-def _nucleus(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Keep the fewest largest weights ``[rows, vocab]`` that add up to ``share`` ``[rows, 1]``; of equal ones the first."""
+def _nucleus(floats: torch.Tensor, weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Keep the fewest largest weights ``[rows, vocab]`` that add up to ``share`` ``[rows, 1]``; of equal ones the first.
+
+    ``floats`` are the same weights not yet cut to whole numbers, which sort faster.
+    """
     need = (share * weights.sum(-1, keepdim=True)).ceil().long()
     for size in sorted({min(_NUCLEUS_GUESS, weights.shape[1]), weights.shape[1]}):
-        ordered = weights.topk(size).values
+        ordered = _largest(floats, size).long()
         sums = ordered.cumsum(-1)
         if bool((sums[:, -1:] >= need).all()):
             break
     count = torch.searchsorted(sums, need) + 1  # tokens that stay
     least = ordered.gather(1, count.clamp(max=size) - 1)
-    equal = weights == least
+    equal, smaller = weights == least, weights < least
     spare = count - (ordered > least).sum(-1, keepdim=True)  # how many of those equal to the least one stay
-    return weights * ((weights > least) | (equal & (equal.cumsum(-1) <= spare)))
+    if bool((spare < equal.sum(-1, keepdim=True)).any()):
+        smaller |= equal & (equal.cumsum(-1) > spare)
+    return weights.masked_fill_(smaller, 0)
+
+
+def _argmax(values: torch.Tensor) -> torch.Tensor:
+    """The column of the largest value of each row, the first of equal ones; of a NaN where a row has one."""
+    if values.device.type != "cpu":
+        return values.argmax(-1)
+    return torch.from_numpy(values.numpy().argmax(-1))  # tens of times as fast as torch's
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` largest values of each row, largest first."""
+    if values.device.type != "cpu":
+        return values.topk(count).values
+    kept = values.shape[1] - count
+    array = np.partition(values.numpy(), kept, axis=-1)[:, kept:] if kept else values.numpy()
+    return torch.from_numpy(np.sort(array, axis=-1)).flip(-1)
+
+
+def _rows_at_once(logits: torch.Tensor) -> int:
+    return max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[Choice]:

@@ -20,6 +20,8 @@ import numpy as np
 import tokenizers
 import torch
 
+from services.models.registry import UnsupportedModel
+
 _MAX_DEPTH = 64  # of a JSON schema
 _COMPILE_THREADS, _MASK_THREADS = 2, 2
 _WHITESPACE = r"[ \n\r\t]{0,64}"  # between the parts of JSON: bounded, or an answer might be nothing else
@@ -59,6 +61,9 @@ class Grammars:
         banned: never allowed: placeholders. Special tokens are not either.
         capacity: constraints kept.
         compile_seconds: longest compilation. It goes on behind a refusal, but not for long: the parser counts its own work.
+
+    Raises:
+        UnsupportedModel: there is no tokenizer.json.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class Grammars:
         capacity: int = 64,
         compile_seconds: float = 5.0,
     ) -> None:
+        if not (path / "tokenizer.json").is_file():
+            raise UnsupportedModel(f"{path} holds no tokenizer.json; save the tokenizer with transformers' save_pretrained first")
         source = (path / "tokenizer.json").read_text(encoding="utf-8")
         tokenizer = tokenizers.Tokenizer.from_str(source)
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special} | set(banned)
@@ -135,15 +142,17 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         source = _source(constraint)
-        if self._leading_space:
-            source = _after_a_space(source)
+        grammar = self._start(source)
+        return self._start(_after_a_space(source)) if self._leading_space else grammar
+
+    def _start(self, source: str) -> Grammar:
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
-        if not matcher.is_error():
-            try:
-                return Grammar(self, matcher, self.allowed(matcher))
-            except GrammarFailure as failure:
-                raise ConstraintError("nothing matches it" if not matcher.is_error() else _reason(matcher)) from failure
-        raise ConstraintError(_reason(matcher))
+        if matcher.is_error():
+            raise ConstraintError(_reason(matcher))
+        try:
+            return Grammar(self, matcher, self.allowed(matcher))
+        except GrammarFailure:
+            raise ConstraintError("no token of the model begins a text that matches it") from None
 
 
 class Grammar:
@@ -239,8 +248,9 @@ def _after_a_space(source: str) -> str:
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    """The first line of what went wrong: the rest shows the parser's insides."""
-    return str(matcher.get_error()).split("\n", 1)[0] or "nothing matches it"
+    """What went wrong, in one line; the others show the parser's insides."""
+    lines = str(matcher.get_error()).splitlines()
+    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
 
 
 def _packed(tokens: Collection[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

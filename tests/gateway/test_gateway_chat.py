@@ -111,6 +111,32 @@ async def test_what_the_backends_are_told(qwen: Path) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json_schema": "{}"},
+        {"regex": "a"},
+        {"choice": {"texts": ["x", "y"]}},
+        {"grammar": 'start: "a"'},
+        {"json_object": True},
+        {},
+    ],
+    ids=str,
+)
+async def test_how_to_choose_tokens_reaches_the_language_model(qwen: Path, constraint: dict[str, Any]) -> None:
+    told = sampling_pb2.SamplingParams(
+        repetition_penalty=1.5, presence_penalty=-1, frequency_penalty=2, logit_bias={3: 4.5, 5: -100}, priority=-7,
+        visual_token_keep=0.25, max_tokens=9, **constraint,
+    )  # fmt: skip
+    async with stack(qwen) as s:
+        await answer(s, gateway_pb2.ChatRequest(messages=[user("a")], sampling=told))
+        [sent] = s.llm.requests
+        told.MergeFrom(sampling_pb2.SamplingParams(temperature=0, top_p=1, top_k=0, min_p=0, min_tokens=0))
+        told.MergeFrom(sampling_pb2.SamplingParams(ignore_eos=False, include_first_logits=False))
+        assert sent.sampling == told
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("per_delta", [1, 2, 100])
 async def test_stop_strings_end_the_answer_early(qwen: Path, per_delta: int) -> None:
     async with stack(qwen) as s:

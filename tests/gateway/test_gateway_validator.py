@@ -118,6 +118,22 @@ def test_text_only_deployments_take_no_pictures(checkpoint_dir: Directory) -> No
         ("stop[1]", [], [["a", ""], ["a", "x" * 257], ["a", "ä" * 129]]),
         ("stop_token_ids", [[], [0, 999], [5] * 64], [[5] * 65]),
         ("stop_token_ids[1]", [], [[1, 1000], [1, 2**32 - 1]]),
+        ("repetition_penalty", [0.01, 1, 10], [0, -1, 10.5, float("nan"), float("inf")]),
+        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, float("nan")]),
+        ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, float("nan")]),
+        ("logit_bias", [{}, {0: -100, 999: 100}, dict.fromkeys(range(300), 1)], [dict.fromkeys(range(301), 1)]),
+        ("logit_bias[7]", [], [{7: 101}, {7: float("nan")}, {7: float("-inf")}]),
+        ("logit_bias[1000]", [], [{1000: 1}]),
+        ("priority", [-(2**31), 0, 2**31 - 1], []),
+        ("visual_token_keep", [0.01, 1], [0, -1, 1.01, float("nan")]),
+        ("n", [1], [0, 2, 8, 9]),
+        ("logprobs", [], [0, 5, 21]),
+        ("prompt_logprobs", [], [0, 5, 21]),
+        ("json_schema", ["{}", " " * 65536], [" " * 65537]),
+        ("regex", ["a+"], ["ä" * 32769]),
+        ("grammar", ['start: "a"'], ["x" * 65537]),
+        ("json_object", [True, False], []),
+        ("choice", [{"texts": ["a", "b"]}], [{"texts": t} for t in ([], [""], ["a", "a"], [str(i) for i in range(257)])]),
     ],
 )
 def test_sampling_ranges(field: str, good: list[Any], bad: list[Any]) -> None:
@@ -128,6 +144,30 @@ def test_sampling_ranges(field: str, good: list[Any], bad: list[Any]) -> None:
         with refused(INVALID) as errors:
             read_sampling(sampling_pb2.SamplingParams(**{name: value}), {}, 1000)
         assert errors[0].field == f"sampling.{field}"
+
+
+@pytest.mark.parametrize(("field", "asked"), [("n", 2), ("logprobs", 0), ("prompt_logprobs", 1)])
+def test_what_the_stream_of_the_gateway_cannot_carry(field: str, asked: int) -> None:
+    with refused(INVALID, "is served by the language model service only") as errors:
+        read_sampling(sampling_pb2.SamplingParams(**{field: asked}), {}, 1000)
+    assert errors[0].field == f"sampling.{field}"
+
+
+def test_a_constraint_says_itself_where_the_answer_ends() -> None:
+    for changes, field in (({"min_tokens": 1}, "min_tokens"), ({"ignore_eos": True}, "ignore_eos")):
+        with refused(INVALID, "regex") as errors:
+            read_sampling(sampling_pb2.SamplingParams(regex="a", **changes), {}, 1000)
+        assert errors[0].field == f"sampling.{field}"
+    read_sampling(sampling_pb2.SamplingParams(json_object=False, ignore_eos=True, min_tokens=1), {}, 1000)  # none at all
+
+
+def test_the_repetition_penalty_of_a_checkpoint_holds_for_greedy_answers_too() -> None:
+    def penalty(generation: dict[str, Any], **params: Any) -> float:
+        return round(read_sampling(sampling_pb2.SamplingParams(**params), generation, 1000).repetition_penalty, 3)
+
+    assert penalty({}) == 1
+    assert penalty({"repetition_penalty": 1.05}) == penalty({"repetition_penalty": 1.05, "do_sample": True}) == 1.05
+    assert penalty({"repetition_penalty": 1.05}, repetition_penalty=2) == 2
 
 
 def test_min_tokens_beyond_max_tokens() -> None:

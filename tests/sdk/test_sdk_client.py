@@ -8,6 +8,7 @@ import pytest
 
 import triptych
 from triptych import errors
+from triptych.common.v1 import sampling_pb2
 
 
 def texts_and_media(message):
@@ -138,6 +139,25 @@ def test_every_call_has_a_deadline_and_a_request_id(gateway):
 
 
 @pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({"repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": -1, "priority": -3}, None),
+        ({"logit_bias": {5: 1.5, 7: -100}, "visual_token_keep": 0.5}, None),
+        ({"json_schema": {"type": "integer"}}, {"json_schema": '{"type": "integer"}'}),
+        ({"json_schema": "true"}, None),
+        ({"regex": "a+"}, None),
+        ({"grammar": 'start: "a"'}, None),
+        ({"json_object": True}, None),
+        ({"choice": ("a", "b"), "regex": None}, {"choice": {"texts": ["a", "b"]}}),
+    ],
+)
+def test_how_to_choose_tokens(gateway, options, sent):
+    with triptych.Client(gateway.address) as client:
+        client.chat("x", **options)
+    assert gateway.requests[0].sampling == sampling_pb2.SamplingParams(**(sent or options))
+
+
+@pytest.mark.parametrize(
     ("messages", "options", "field"),
     [
         ([{"role": "tool", "content": "x"}], {}, "messages[0].role"),
@@ -146,6 +166,10 @@ def test_every_call_has_a_deadline_and_a_request_id(gateway):
         ([{"role": "user", "content": "x"}, "y"], {}, "messages[1]"),
         ("x", {"seed": -1}, "sampling.seed"),
         ("x", {"temperature": "hot"}, "sampling.temperature"),
+        ("x", {"logit_bias": {"a": 1}}, "sampling.logit_bias"),
+        ("x", {"json_schema": {"const": {1}}}, "sampling.json_schema"),
+        ("x", {"choice": [3]}, "sampling.choice"),
+        ("x", {"regex": "a", "json_object": True}, "sampling.json_object"),
     ],
 )
 def test_what_has_no_place_in_a_request_is_refused_before_it_is_sent(gateway, messages, options, field):

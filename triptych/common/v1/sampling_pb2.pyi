@@ -108,11 +108,11 @@ class SamplingParams(_message.Message):
     visual_token_keep: _builtins.float
     """Share of the rows of pictures and video that are kept, the most informative ones. In (0, 1]; unset or 1 keeps all."""
     json_schema: _builtins.str
-    """JSON that this JSON schema allows."""
+    """JSON that this JSON schema allows. A keyword that cannot be enforced is refused."""
     regex: _builtins.str
-    """This regular expression, from the first character to the last."""
+    """This regular expression, in Rust's syntax, from the first character to the last."""
     grammar: _builtins.str
-    """A context-free grammar in Lark's notation, with a rule named start."""
+    """A context-free grammar in llguidance's variant of Lark's notation, with a rule named start."""
     json_object: _builtins.bool
     """Any JSON object; false is no constraint."""
     @_builtins.property
