@@ -199,7 +199,7 @@ def asks_for(family: str, seed: int, count: int) -> list[Ask]:
             turns: list[tuple[str, list[Part]]] = [("user", [words(length, length)])]
             earlier: list[Part] = ["hello there"]
         else:
-            items: list[Part] = [next_item() for _ in range(min(takes.items, [1, 0, 3, 1, 2][i % 5]))]
+            items: list[Part] = [next_item() for _ in range(min(takes.items, max(takes.least, [1, 0, 3, 1, 2][i % 5])))]
             parts: list[Part] = [words(1, 8) for _ in range(rng.randint(1, 2))]
             for item in items:
                 parts.insert(rng.randint(0, len(parts)), item)
@@ -235,6 +235,7 @@ class Oracle:
             settings = dict(do_sample_frames=False, video_metadata=[facts])
         return self.processor.apply_chat_template(
             ask.messages(),
+            self.processor.chat_template or self.processor.tokenizer.chat_template,
             tokenize=True,
             add_generation_prompt=True,
             return_dict=True,

@@ -60,12 +60,18 @@ class Case:
     asks: list[Ask]
 
 
-def load_case(path: Path, count: int = 5, **options: object) -> Case:
-    """The family's language-model half beside what the whole model answers to ``count`` requests."""
+def load_case(path: Path, count: int = 5, tokens: range = range(1, 1 << 20), **options: object) -> Case:
+    """The family's language-model half beside what the whole model answers to ``count`` requests.
+
+    Those whose prompt and answer do not have ``tokens`` tokens all the time are left out.
+    """
     checkpoint = open_checkpoint(str(path))
     oracle = Oracle(path)
     asks = []
     for ask in asks_for(checkpoint.family.model_type, 5, count):
+        length = oracle.inputs(ask)["input_ids"].shape[1]
+        if length not in tokens or length + NEW_TOKENS not in tokens:
+            continue
         answer = oracle.answer(ask)
         media, features = [], []
         for item, run in _runs(checkpoint, answer.prompt, oracle.items(answer.inputs)):

@@ -49,11 +49,13 @@ class Takes:
     Attributes:
         modalities: kinds of media; none for text families.
         items: most items in one request.
+        least: fewest items in one request.
         turns: whether a conversation may have several turns.
     """
 
     modalities: tuple[Modality, ...] = (Modality.IMAGE,)
     items: int = 3
+    least: int = 0
     turns: bool = True
 
 

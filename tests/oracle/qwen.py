@@ -48,7 +48,7 @@ def no_items(model: Any, inputs: Any) -> list[Item]:
 
 
 VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-TEXT = ("qwen2", "qwen3", "llama", "mistral", "phi3")
+TEXT = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3_text")
 ITEMS = {family: vision_items for family in VISION} | {family: no_items for family in TEXT}
 TAKES = {family: Takes((Modality.IMAGE, Modality.VIDEO)) for family in VISION}
 TAKES |= {family: Takes(()) for family in (*TEXT, "llama_dynamic")}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from services.models.media import Grid, Modality
-from tests.oracle import Item, ItemsOf
+from tests.oracle import Item, ItemsOf, Takes
 
 
 def item(rows: torch.Tensor, **details: Any) -> Item:
@@ -133,3 +133,4 @@ ITEMS: dict[str, ItemsOf] = {
     "mllama": mllama,
     "phi4_multimodal": phi4_multimodal,
 }
+TAKES = {"paligemma": Takes(items=1, least=1, turns=False)}
