@@ -191,8 +191,8 @@ class Merger:
         return positions[:, 0]  # type: ignore[no-any-return]
 
     def _capture_masks(self, merged: MergedPrompt, text: torch.Tensor, media: Sequence[MediaRun]) -> None:
-        types = torch.zeros_like(text)
-        for run in media:
+        types = torch.zeros_like(text)  # where the whole prompt sees itself, that is what 0 stands for
+        for run in media if self.family.attention is Attention.IMAGE_SPANS else ():
             types[run.offset : run.stop] = 1
         captured = self._capture(text[None], types[None])
         merged.embeds = captured["inputs_embeds"][0].clone()
@@ -201,7 +201,7 @@ class Merger:
             merged.next_position = int(merged.positions.max()) + 1
         masks = captured["attention_mask"]
         by_type = masks if isinstance(masks, dict) else {"full_attention": masks}
-        merged.masks = {name: mask[0, 0] for name, mask in by_type.items() if mask is not None}
+        merged.masks = {name: _seen(mask[0, 0]) for name, mask in by_type.items() if mask is not None}
         merged.atoms = atoms(merged.masks.values(), len(text))
         if not merged.atoms:
             merged.masks = None  # plainly causal: windows are the layers' own affair
@@ -239,6 +239,11 @@ class Merger:
         mask |= ~counts[:, None]  # transformers lets a token before the first picture see every row, padding tiles included
         states = torch.zeros(mask.shape[1], self.hidden_size, dtype=self.embed.weight.dtype, device=ids.device)
         return CrossMedia(states, mask, counts)
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as bools; some decoders get it as numbers to add to scores, 0 where a token is seen."""
+    return mask if mask.dtype is torch.bool else mask == 0
 
 
 def atoms(masks: Sequence[torch.Tensor] | Any, length: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from services.llm.engine import Engine, Request
 from services.llm.events import Accepted, Finished, Token
 from services.llm.kv_cache import KvCache
 from services.llm.scheduler import Scheduler
-from services.models.registry import FAMILIES
+from services.models.registry import FAMILIES, Attention
 from tests.llm.families import Ask, Case, load_case
 
 TOLERANCE = 1e-4
@@ -24,7 +24,8 @@ TOLERANCE = 1e-4
 def case(request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path]) -> Case:
     if request.param == "phi3":  # generate() changes its rotary frequencies at 64 tokens, see test_rope
         return load_case(checkpoint_dir("phi3"), 14, range(65, 300))
-    return load_case(checkpoint_dir(request.param))
+    options = {"max_model_len": 4096} if request.param == "phi4_multimodal" else {}  # as far as its first frequencies reach
+    return load_case(checkpoint_dir(request.param), **options)
 
 
 class Stepped:
@@ -117,6 +118,9 @@ def test_chunks_of_five_on_a_reused_prefix(case: Case) -> None:
     run.check(case.asks)
     first, run.cached = run.cached, 0
     run.check(case.asks, rows=3)
+    if case.checkpoint.family.attention is Attention.PREFIX:  # a prompt that sees itself whole is computed whole
+        assert run.cached == 0
+        return
     assert run.cached > first
     assert run.cached >= sum(len(a.answer.prompt) // 4 * 4 - 4 for a in case.asks if not a.features)
 
