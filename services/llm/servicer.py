@@ -16,8 +16,8 @@ from services.common.errors import ServiceError, invalid
 from services.llm.embeddings import FetchTimes, RowFetcher, remote_items
 from services.llm.engine import Engine, Request
 from services.llm.events import Aborted, Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Token
+from services.llm.logprobs import Choice
 from services.llm.request import Limits, read_generate
-from services.llm.sampler import Choice
 from services.llm.sequence import Finish
 from services.llm.structured import Grammars
 from services.models.checkpoint import Checkpoint
