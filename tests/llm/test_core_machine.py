@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from services.llm.sequence import RowSpan, Status
-from tests.llm.core_fakes import FAMILIES, FakeEngine, Family, Request, random_engine, random_request
+from tests.llm.core_draws import FAMILIES, Family, random_engine, random_request
+from tests.llm.core_fakes import FakeEngine, Request
 
 
 class Core(RuleBasedStateMachine):
