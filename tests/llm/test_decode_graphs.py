@@ -1,0 +1,115 @@
+"""Decoding steps at fixed sizes on a CPU: the "graph" runs the decoder again on the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.llm.attention import CudaBackend, GatheredBackend
+from services.llm.attention.plan import StepPlan
+from services.llm.cuda_graphs import Compute, DecodeGraphs, graph_sizes, not_recordable
+from tests.llm.families import Case, load_case
+from tests.llm.test_matrix import Stepped
+
+
+@dataclass
+class Recording:
+    """Records on a CPU, and notes what a real graph would rely on.
+
+    Attributes:
+        memory: by size, the addresses that the computation read.
+        replayed: size of each replay.
+        slots: where each run of a computation stores.
+    """
+
+    case: Case
+    memory: dict[int, list[int]] = field(default_factory=dict)
+    replayed: list[int] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, compute: Compute) -> Compute:
+        compute()
+
+        def replay() -> torch.Tensor:
+            hidden = compute()
+            self.replayed.append(len(hidden))
+            return hidden
+
+        return replay
+
+    def forward(self, arguments: dict[str, Any], plan: StepPlan) -> torch.Tensor:
+        tensors = [*arguments.values()]
+        for group in plan.groups:
+            tensors += [group.slots, group.decode_blocks, group.decode_first, group.decode_end]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        assert self.memory.setdefault(plan.groups[0].decodes, addresses) == addresses, "an input moved"
+        self.slots.append(plan.groups[0].slots.tolist())
+        return self.case.runner._decode(arguments, plan)
+
+
+@pytest.fixture(params=["llama", "qwen2_vl", "mistral"])
+def recorded(request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path]) -> Iterator[tuple[Stepped, Recording]]:
+    case = load_case(checkpoint_dir(request.param), max_model_len=512)
+    recording, runner = Recording(case), case.runner
+    runner.graphs = DecodeGraphs(recording.forward, runner.builder, runner._probe_arguments(), 8, 512, recording)
+    yield Stepped(case, threshold=7), recording
+    for tensor in (*runner.pool.keys.values(), *runner.pool.values.values()):
+        assert not tensor[-1].any(), "the padding block was written"
+
+
+def test_tokens_and_logits_as_sequences_join_and_leave(recorded: tuple[Stepped, Recording]) -> None:
+    run, recording = recorded
+    asks = [ask for ask in run.case.asks for _ in range(2)][:7]
+    run.check(asks, rows=5)  # prompts of unequal length: they begin to decode, and end, one after the other
+    run.check(asks[:3], n=2)
+    run.check(asks[:1])
+    run.check(asks[:1], n=2)
+    assert {1, 2, 4, 8} == set(recording.replayed)
+
+
+def test_preempted_sequences_come_back(recorded: tuple[Stepped, Recording]) -> None:
+    run, recording = recorded
+
+    def preempt(step: int) -> None:
+        if step in (4, 9) and run.scheduler.running:
+            run.scheduler.preempt(run.scheduler.running[0])
+
+    run.check(run.case.asks, before_step=preempt)
+    assert run.scheduler.preemptions == 2 and recording.replayed
+
+
+def test_a_padded_batch_repeats_its_first_row(recorded: tuple[Stepped, Recording]) -> None:
+    run, recording = recorded
+    run.check(run.case.asks[:1], n=3)
+    padded = [slots for slots in recording.slots[4:] if len(slots) == 4]  # behind the recording of every size
+    assert padded and all(slots[3] == slots[0] and len(set(slots)) == 3 for slots in padded)
+
+
+def test_sizes_reach_the_largest_batch() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(8) == [1, 2, 4, 8]
+    assert graph_sizes(11) == [1, 2, 4, 8, 11]
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("llama", "16 bits"), ("gemma2", "soft cap"), ("mllama", "cross_attention_states"), ("gemma4", "per_layer")],
+)
+def test_models_that_cannot_be_recorded(family: str, reason: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    runner = load_case(checkpoint_dir(family), 0).runner
+    assert runner.graphs is None
+    runner.builder.backend = CudaBackend()
+    assert reason in str(not_recordable(runner.builder, runner._probe_arguments()))
+    runner.builder.backend = GatheredBackend()
+    assert "not cuda" in str(not_recordable(runner.builder, runner._probe_arguments()))
+
+
+def test_a_model_that_can_be_recorded(checkpoint_dir: Callable[[str], Path]) -> None:
+    runner = load_case(checkpoint_dir("llama"), 0, dtype="bfloat16", block_size=256).runner
+    runner.builder.backend = CudaBackend()
+    assert not_recordable(runner.builder, runner._probe_arguments()) is None
