@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from services.llm.attention import CudaBackend, GatheredBackend
 from services.llm.attention.plan import StepPlan
-from services.llm.cuda_graphs import Compute, DecodeGraphs, graph_sizes, not_recordable
+from services.llm.cuda_graphs import Compute, DecodeGraphs, Recorder, graph_sizes, not_recordable
 from tests.llm.families import Case, load_case
 from tests.llm.test_matrix import Stepped
 
@@ -113,3 +114,42 @@ def test_a_model_that_can_be_recorded(checkpoint_dir: Callable[[str], Path]) -> 
     runner = load_case(checkpoint_dir("llama"), 0, dtype="bfloat16", block_size=256).runner
     runner.builder.backend = CudaBackend()
     assert not_recordable(runner.builder, runner._probe_arguments()) is None
+
+
+def test_the_recorder_runs_once_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of torch.cuda in their order, torch.cuda itself being absent here."""
+    happened: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Named) -> None:
+            happened.append(f"{self.name} waits for {other.name}")
+
+        def replay(self) -> None:
+            happened.append("replay")
+
+    @contextmanager
+    def during(what: str) -> Iterator[None]:
+        happened.append(f"{what} begins")
+        yield
+        happened.append(f"{what} ends")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Named("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Named("main"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: during(stream.name))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Named("graph"))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: during(f"{graph.name} in {pool}"))
+
+    def compute() -> torch.Tensor:
+        happened.append("compute")
+        return torch.ones(2)
+
+    replay = Recorder()(compute)
+    assert happened == [
+        "side waits for main", "side begins", "compute", "side ends", "main waits for side",
+        "graph in pool begins", "compute", "graph in pool ends",
+    ]  # fmt: skip
+    assert replay() is replay() and happened[-2:] == ["replay", "replay"]
