@@ -19,6 +19,7 @@ from services.llm.attention.cuda import CudaBackend, refusal
 from services.llm.attention.plan import GroupPlan, StepPlan
 from services.llm.layer_groups import Kind, LayerGroup
 from services.llm.step_builder import StepBuilder
+from services.models.registry import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +138,19 @@ class DecodeGraphs:
 def record_decodes(
     forward: Forward, builder: StepBuilder, arguments: Mapping[str, Any], max_num_seqs: int, max_model_len: int
 ) -> DecodeGraphs | None:
-    """Graphs of a model on CUDA; None, and a line in the log, where its decoding steps cannot be graphs."""
+    """Graphs of a model on CUDA; None, and a line in the log, where its decoding steps cannot be graphs.
+
+    Raises:
+        UnsupportedModel: recording failed, for want of memory or because the decoder waits for the device.
+    """
     reason = not_recordable(builder, arguments)
     if reason is not None:
         logs.event(logger, "no CUDA graphs", reason=reason)
         return None
-    return DecodeGraphs(forward, builder, arguments, max_num_seqs, max_model_len, Recorder())
+    try:
+        return DecodeGraphs(forward, builder, arguments, max_num_seqs, max_model_len, Recorder())
+    except RuntimeError as error:
+        raise UnsupportedModel(f"decoding could not be recorded as CUDA graphs: {error}; start with --enforce-eager") from error
 
 
 def _buffers(group: LayerGroup, padding: int, block_size: int, rows: int, max_model_len: int, device: torch.device) -> GroupPlan:

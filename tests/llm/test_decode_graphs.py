@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from services.llm import cuda_graphs
 from services.llm.attention import CudaBackend, GatheredBackend
 from services.llm.attention.plan import StepPlan
-from services.llm.cuda_graphs import Compute, DecodeGraphs, Recorder, graph_sizes, not_recordable
+from services.llm.cuda_graphs import Compute, DecodeGraphs, Recorder, graph_sizes, not_recordable, record_decodes
+from services.models.registry import UnsupportedModel
 from tests.llm.families import Case, load_case
 from tests.llm.test_matrix import Stepped
 
@@ -45,8 +47,11 @@ class Recording:
 
     def forward(self, arguments: dict[str, Any], plan: StepPlan) -> torch.Tensor:
         tensors = [*arguments.values()]
-        for group in plan.groups:
+        for group, padding in zip(plan.groups, plan.pool.num_blocks, strict=True):
             tensors += [group.slots, group.decode_blocks, group.decode_first, group.decode_end]
+            last = (group.decode_end - 1) // self.case.runner.block_size
+            for table, at in zip(group.decode_blocks, last.tolist(), strict=True):
+                assert bool((table[at + 1 :] == padding).all()), "a block of an earlier step"
         addresses = [tensor.data_ptr() for tensor in tensors]
         assert self.memory.setdefault(plan.groups[0].decodes, addresses) == addresses, "an input moved"
         self.slots.append(plan.groups[0].slots.tolist())
@@ -110,10 +115,17 @@ def test_models_that_cannot_be_recorded(family: str, reason: str, checkpoint_dir
     assert "not cuda" in str(not_recordable(runner.builder, runner._probe_arguments()))
 
 
-def test_a_model_that_can_be_recorded(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_a_model_that_can_be_recorded(checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load_case(checkpoint_dir("llama"), 0, dtype="bfloat16", block_size=256).runner
     runner.builder.backend = CudaBackend()
     assert not_recordable(runner.builder, runner._probe_arguments()) is None
+
+    def fails() -> Recorder:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graphs, "Recorder", fails)
+    with pytest.raises(UnsupportedModel, match=r"not permitted.*--enforce-eager"):
+        record_decodes(runner._decode, runner.builder, runner._probe_arguments(), 4, 512)
 
 
 def test_the_recorder_runs_once_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
