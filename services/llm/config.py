@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from services.common.config import ServiceConfig, option
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Layers from ``layer`` on keep only a share of the visual tokens; ``keep`` is the share when a request asks for none."""
+
+    layer: int
+    keep: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Pruning | None:
+        """``fastv:K=2`` or ``fastv:K=2,keep=0.5``; "" is None.
+
+        Raises:
+            ValueError: anything else, with a text that says what is expected.
+        """
+        if not text:
+            return None
+        method, _, rest = text.partition(":")
+        pairs = [part.partition("=")[::2] for part in rest.split(",")]
+        values = dict(pairs)
+        if method != "fastv" or "K" not in values or len(values) < len(pairs) or not values.keys() <= {"K", "keep"}:
+            raise ValueError(f"--visual-token-pruning must read fastv:K=2 or fastv:K=2,keep=0.5, got {text!r}")
+        layer, keep = values["K"], values.get("keep", "1")
+        if not re.fullmatch("[0-9]{1,6}", layer) or int(layer) < 1:
+            raise ValueError(f"--visual-token-pruning: K must be a layer from 1 on, got {layer!r}")
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", keep) or not 0 < float(keep) <= 1:
+            raise ValueError(f"--visual-token-pruning: keep must be above 0 and at most 1, got {keep!r}")
+        return cls(int(layer), float(keep))
+
+    def share(self, asked: float | None) -> float:
+        """The share that a request gets."""
+        return self.keep if asked is None else asked
 
 
 @dataclass(frozen=True)
@@ -34,6 +68,9 @@ class LlmConfig(ServiceConfig):
     )
     long_prefill_token_threshold: int = option(0, "most tokens a step takes of one prompt; 0 sets no bound")
     enable_prefix_caching: bool = option(True, "reuse the keys and values of prompts that start alike")
+    visual_token_pruning: str = option(
+        "", "drop the visual tokens that get least attention from layer K on: fastv:K=2 where asked, fastv:K=2,keep=0.5 always"
+    )
     watchdog_seconds: float = option(300.0, "a step that takes longer makes liveness fail; 0 turns that off")
     seed: int = option(0, "seed for requests that bring none")
 
@@ -46,7 +83,13 @@ class LlmConfig(ServiceConfig):
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        Pruning.parse(self.visual_token_pruning)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 "--max-num-batched-tokens must be at least --max-num-seqs, so that every sequence can decode in a step"
             )
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """``visual_token_pruning``, read."""
+        return Pruning.parse(self.visual_token_pruning)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from services.llm import rope
+from services.llm import pruning, rope
 from services.llm.attention import choose_backend, choose_block_size, hook
+from services.llm.attention.cut import Visual
 from services.llm.attention.layers import probe_layers
 from services.llm.attention.plan import StepPlan
 from services.llm.attention.pool import KvPool
@@ -47,6 +48,8 @@ class ModelRunner:
     Attributes:
         groups: layer groups with the blocks that the granted memory holds.
         max_model_len: most tokens of prompt and answer together.
+        pruning: from which layer on visual tokens are dropped; None if none is.
+        pruning_obstacle: why this model cannot drop any; "" if it can.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: LlmConfig) -> None:
@@ -69,11 +72,15 @@ class ModelRunner:
         self._head = self.model.get_output_embeddings()
 
         layers = probe_layers(self.decoder, self._probe_arguments(), self.max_model_len)
-        kinds, group_of = assign_groups(layers, None)
+        self.pruning, self.pruning_obstacle = config.pruning, pruning.obstacle(self.merger, layers)
+        if self.pruning:
+            pruning.check(self.pruning, self.pruning_obstacle, self.merger, layers)
+            pruning.install(self.decoder.layers, self.pruning.layer)
+        kinds, group_of = assign_groups(layers, self.pruning)
         demand = Demand(
             self.block_size, self.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, self.merger.cross_rows
         )
-        self.groups = size_groups(kinds, group_of, layers, demand, self._budget(config), self.dtype.itemsize)
+        self.groups = size_groups(kinds, group_of, layers, demand, self._budget(config), self.dtype.itemsize, self.pruning)
         pool = KvPool(
             [(layer, group_of[layer.index]) for layer in layers],
             [group.blocks for group in self.groups],
@@ -90,6 +97,7 @@ class ModelRunner:
             self.groups,
             config.max_num_seqs,
             self.max_model_len,
+            self.pruning.layer if self.pruning else None,
         )
         self._prompts: dict[str, MergedPrompt] = {}
         self.graphs: DecodeGraphs | None = None  # of steps that only decode
@@ -116,6 +124,8 @@ class ModelRunner:
             The token ranges that one step must hold whole.
         """
         self._prompts[sequence_id] = merged = self.merger.merge(prompt, media)
+        if self.pruning:
+            merged.visual = Visual(pruning.visual_runs(media))
         return merged.atoms
 
     def share(self, sequence_id: str, child_id: str) -> None:
@@ -146,10 +156,11 @@ class ModelRunner:
         arguments = self._inputs(decodes, prefills)
         plan = self.builder.build(decodes, prefills, self._prompts)
         hidden = self._decode(arguments, plan) if self.graphs is None or prefills else self.graphs.run(arguments, plan)
+        counts = plan.cut.counts if plan.cut else [c.count for c in ordered]  # rows of each chunk
         if not prefills:
             last = hidden
         else:
-            ends = torch.tensor([c.count for c in ordered]).cumsum(0) - 1
+            ends = torch.tensor(counts).cumsum(0) - 1
             last = hidden[ends.to(hidden.device)]  # [chunks, hidden]
         # values that are not numbers spread to every later token of their sequence, so the last token tells
         sound = torch.isfinite(last).all(1).tolist()
@@ -158,10 +169,10 @@ class ModelRunner:
         scored = {}
         if scores:
             start = 0
-            for chunk in ordered:
+            for chunk, count in zip(ordered, counts, strict=True):
                 if chunk.sequence.id in scores:
-                    scored[chunk.sequence.id] = self._logits(hidden[start : start + chunk.count])
-                start += chunk.count
+                    scored[chunk.sequence.id] = self._logits(hidden[start : start + count])
+                start += count
         return StepOutput(
             [ordered[i] for i in sampling], logits, [c for c, ok in zip(ordered, sound, strict=True) if not ok], scored
         )

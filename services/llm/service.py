@@ -35,7 +35,9 @@ class LlmService:
         checkpoint = open_checkpoint(config.model)
         logs.event(logger, "loading", model=checkpoint.name, family=checkpoint.family.model_type)
         runner = ModelRunner(checkpoint, config)
-        kv = KvCache(runner.groups, runner.block_size, checkpoint.fingerprint.encode(), config.enable_prefix_caching)
+        # keys of later layers depend on where pruning starts
+        named = checkpoint.fingerprint + (f" fastv:K={runner.pruning.layer}" if runner.pruning else "")
+        kv = KvCache(runner.groups, runner.block_size, named.encode(), config.enable_prefix_caching)
         scheduler = Scheduler(
             kv, config.max_num_batched_tokens, config.max_num_seqs,
             long_prefill_token_threshold=config.long_prefill_token_threshold,

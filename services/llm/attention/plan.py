@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from services.llm.attention.layers import KvLayer
 from services.llm.attention.pool import KvPool
+
+if TYPE_CHECKING:
+    from services.llm.attention.cut import Cut
 
 
 @dataclass
@@ -173,13 +176,17 @@ class Backend(Protocol):
 
 @dataclass
 class StepPlan:
-    """One step. ``group_of`` maps a layer to its plan; both by layer index."""
+    """One step. ``group_of`` maps a layer to its plan; both by layer index.
+
+    ``cut`` is there where later layers see fewer rows than the first.
+    """
 
     pool: KvPool
     backend: Backend
     layers: Mapping[int, KvLayer]
     group_of: Mapping[int, int]
     groups: list[GroupPlan]
+    cut: Cut | None = None
 
     def attend(
         self,
@@ -195,4 +202,6 @@ class StepPlan:
         group = self.groups[self.group_of[layer.index]]
         if layer.stores and len(group.slots):
             self.pool.write(layer.index, group.slots, key, value)
+        if self.cut is not None and layer.index == self.cut.layer - 1:
+            self.cut.choose(self.pool.keys[layer.index], query, scaling, softcap)
         return self.backend.attend(self.pool, layer, group, query, key, value, scaling, softcap)
