@@ -8,39 +8,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "vectors.h"
+
 namespace {
 
-constexpr int kLanes = 16;
+using namespace triptych;
+
 constexpr int kOuts = 4;  // rows of weights in a block
 constexpr int kRows = 4;  // rows of x in a block: 16 running sums, which one folding turns into one vector
-
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef float VecUnaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
-
-inline Vec load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
-
-// Lane i of the result is the sum over the lanes of sums[i].
-inline Vec fold(const Vec* sums) {
-  Vec a[8], b[4], c[2];
-  for (int i = 0; i < 8; i++) {
-    const Vec x = sums[2 * i], y = sums[2 * i + 1];
-    a[i] = __builtin_shuffle(x, y, IntVec{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}) +
-           __builtin_shuffle(x, y, IntVec{1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
-  }
-  for (int i = 0; i < 4; i++) {
-    const Vec x = a[2 * i], y = a[2 * i + 1];
-    b[i] = __builtin_shuffle(x, y, IntVec{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}) +
-           __builtin_shuffle(x, y, IntVec{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
-  }
-  for (int i = 0; i < 2; i++) {
-    const Vec x = b[2 * i], y = b[2 * i + 1];
-    c[i] = __builtin_shuffle(x, y, IntVec{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}) +
-           __builtin_shuffle(x, y, IntVec{4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
-  }
-  return __builtin_shuffle(c[0], c[1], IntVec{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
-         __builtin_shuffle(c[0], c[1], IntVec{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
-}
 
 struct Product {
   const float* x;  // [rows, in], rows `x_row` apart

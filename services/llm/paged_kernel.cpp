@@ -11,40 +11,16 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
-constexpr int kLanes = 16;      // floats in a vector; the compiler splits it where registers are narrower
+using namespace triptych;
+
 constexpr int kTile = 32;       // keys handled between two updates of the running softmax
 constexpr float kNever = -1e30f;  // score of a key that a query must not see; finite, so differences of it stay numbers
+constexpr int kFew = 4;  // query vectors up to which keys are not turned
 constexpr int kQueryVectors = 32;  // query vectors (queries x heads that share keys) that go over a tile together
-
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef float VecUnaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t UintVec __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline Vec broadcast(float x) { return x - Vec{}; }
-inline Vec load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
-inline Vec load(const BFloat16* p) {
-  const UintVec wide = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), UintVec) << 16;
-  return (Vec)wide;
-}
-inline void store(float* p, Vec x) { *reinterpret_cast<VecUnaligned*>(p) = x; }
-inline void store(BFloat16* p, Vec x) {
-  UintVec bits = (UintVec)x;
-  bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;               // to nearest, ties to even
-  bits = x == x ? bits : UintVec{} + 0x7fc0u;                        // NaN stays NaN
-  *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(bits, HalfVec);
-}
 
 // e^x for x <= 0 to about 1e-7; below e^-87 the result is 0, NaN stays NaN.
 inline Vec exp_negative(Vec x) {
@@ -123,6 +99,62 @@ inline void transpose(const T* const* rows, int width, float* columns) {
     }
 #endif
   }
+}
+
+// Running sums of query . key over pairs of lanes or single lanes; fold() adds up the rest.
+template <typename T, int parts>
+struct Dots {
+  Vec query[parts];
+  explicit Dots(const T* q) {
+    for (int i = 0; i < parts; i++) query[i] = load(q + i * kLanes);
+  }
+  Vec with(const T* key) const {
+    Vec sum = query[0] * load(key);
+    for (int i = 1; i < parts; i++) sum += query[i] * load(key + i * kLanes);
+    return sum;
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <int parts>
+struct Dots<BFloat16, parts> {  // products of bfloat16 are exact in float32, where they are added up
+  __m512bh query[parts / 2];
+  explicit Dots(const BFloat16* q) {
+    for (int i = 0; i < parts / 2; i++) query[i] = (__m512bh)_mm512_loadu_si512(q + i * 2 * kLanes);
+  }
+  Vec with(const BFloat16* key) const {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < parts / 2; i++) sum = _mm512_dpbf16_ps(sum, query[i], (__m512bh)_mm512_loadu_si512(key + i * 2 * kLanes));
+    return (Vec)sum;
+  }
+};
+#endif
+
+// scores[count][kTile] = queries . keys, for so few queries that turning the keys would cost more than adding up lanes.
+template <typename T, int parts, int count>
+inline void multiply_few(const T* const* queries, const T* const* keys, int lanes, float* scores) {
+  Vec sums[count][kLanes];
+  for (int at = 0; at < lanes; at += kLanes) {
+    if constexpr (count == 1) {
+      const Dots<T, parts> a(queries[0]);
+      for (int t = 0; t < kLanes; t++) sums[0][t] = a.with(keys[at + t]);
+    } else if constexpr (count == 2) {
+      const Dots<T, parts> a(queries[0]), b(queries[1]);
+      for (int t = 0; t < kLanes; t++) sums[0][t] = a.with(keys[at + t]), sums[1][t] = b.with(keys[at + t]);
+    } else {
+      const Dots<T, parts> a(queries[0]), b(queries[1]), c(queries[2]);
+      for (int t = 0; t < kLanes; t++)
+        sums[0][t] = a.with(keys[at + t]), sums[1][t] = b.with(keys[at + t]), sums[2][t] = c.with(keys[at + t]);
+    }
+    for (int i = 0; i < count; i++) store(scores + i * kTile + at, fold(sums[i]));
+  }
+}
+
+template <typename T, int parts>
+inline void multiply_few(const T* const* queries, const T* const* keys, int vectors, int lanes, float* scores) {
+  for (; vectors >= 3; vectors -= 3, queries += 3, scores += 3 * kTile) multiply_few<T, parts, 3>(queries, keys, lanes, scores);
+  if (vectors == 2) multiply_few<T, parts, 2>(queries, keys, lanes, scores);
+  if (vectors == 1) multiply_few<T, parts, 1>(queries, keys, lanes, scores);
 }
 
 // scores[count][kTile] = queries[count][width] . columns[width][kTile]
@@ -236,6 +268,7 @@ void write_new(const Batch& b, const Layer& layer, int64_t sequence) {
 // Scratch of one thread, for kv heads [first_head, last_head) and `vectors` query vectors each.
 struct Scratch {
   std::vector<float> queries, sums, highest, weights, columns, mass, scale;
+  std::vector<const void*> addresses;
   void resize(int64_t heads, int64_t vectors, int64_t width) {
     queries.resize(heads * vectors * width);
     sums.assign(heads * vectors * width, 0.0f);
@@ -261,11 +294,14 @@ void attend(const Batch& b, const Layer& layer, int64_t sequence, int64_t from, 
   const int64_t start = std::max<int64_t>(held, first_query + 1 - window);
   scratch.resize(last_head - first_head, vectors, width);
 
+  const bool few = vectors <= kFew && (width == 64 || width == 128);
+  scratch.addresses.resize((last_head - first_head) * vectors);
+  const T** raw_queries = reinterpret_cast<const T**>(scratch.addresses.data());
   for (int64_t h = first_head; h < last_head; h++)
     for (int64_t v = 0; v < vectors; v++) {
-      const T* q = static_cast<const T*>(layer.query) + (row + v / group) * layer.query_row + (h * group + v % group) * layer.query_head;
-      float* to_vector = scratch.queries.data() + ((h - first_head) * vectors + v) * width;
-      for (int d = 0; d < width; d += kLanes) store(to_vector + d, load(q + d) * layer.scale);
+      const int64_t at = (h - first_head) * vectors + v;
+      raw_queries[at] = static_cast<const T*>(layer.query) + (row + v / group) * layer.query_row + (h * group + v % group) * layer.query_head;
+      for (int d = 0; d < width && !few; d += kLanes) store(scratch.queries.data() + at * width + d, load(raw_queries[at] + d));
     }
 
   int64_t offsets[kTile], next_offsets[kTile];
@@ -281,8 +317,6 @@ void attend(const Batch& b, const Layer& layer, int64_t sequence, int64_t from, 
         key_rows[t] = static_cast<const T*>(layer.pool_keys) + offsets[t] + h * width;
         value_rows[t] = static_cast<const T*>(layer.pool_values) + offsets[t] + h * width;
       }
-      for (int t = 0; t < keys; t += kLanes) transpose(key_rows + t, width, scratch.columns.data() + t);
-
       for (int t = 0; t < next_keys; t++)
         for (int64_t at = 0; at < width; at += 64 / sizeof(T)) {
           __builtin_prefetch(static_cast<const T*>(layer.pool_keys) + next_offsets[t] + h * width + at, 0, 2);
@@ -293,9 +327,16 @@ void attend(const Batch& b, const Layer& layer, int64_t sequence, int64_t from, 
       const float* queries = scratch.queries.data() + base * width;
       float* weights = scratch.weights.data();
       int64_t v = 0;
-      for (; v + 6 <= vectors; v += 6) multiply<6>(queries + v * width, scratch.columns.data(), width, weights + v * kTile);
-      for (; v + 3 <= vectors; v += 3) multiply<3>(queries + v * width, scratch.columns.data(), width, weights + v * kTile);
-      for (; v < vectors; v++) multiply<1>(queries + v * width, scratch.columns.data(), width, weights + v * kTile);
+      if (few && width == 64) {
+        multiply_few<T, 4>(raw_queries + base, key_rows, static_cast<int>(vectors), keys, weights);
+      } else if (few) {
+        multiply_few<T, 8>(raw_queries + base, key_rows, static_cast<int>(vectors), keys, weights);
+      } else {
+        for (int t = 0; t < keys; t += kLanes) transpose(key_rows + t, width, scratch.columns.data() + t);
+        for (; v + 6 <= vectors; v += 6) multiply<6>(queries + v * width, scratch.columns.data(), width, weights + v * kTile);
+        for (; v + 3 <= vectors; v += 3) multiply<3>(queries + v * width, scratch.columns.data(), width, weights + v * kTile);
+        for (; v < vectors; v++) multiply<1>(queries + v * width, scratch.columns.data(), width, weights + v * kTile);
+      }
 
       for (v = 0; v < vectors; v++) {
         const int64_t position = first_query + v / group;
@@ -304,7 +345,7 @@ void attend(const Batch& b, const Layer& layer, int64_t sequence, int64_t from, 
         Vec scores[kTile / kLanes], high = broadcast(kNever);
         for (int j = 0; j < kTile / kLanes; j++) {
           const IntVec lane = IntVec{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + j * kLanes;
-          Vec x = load(weights + v * kTile + j * kLanes);
+          Vec x = load(weights + v * kTile + j * kLanes) * layer.scale;
           if (layer.softcap > 0) x = soft_cap(x, layer.softcap);
           scores[j] = (lane >= first) & (lane < last) ? x : broadcast(kNever);
           high = high < scores[j] ? scores[j] : high;
