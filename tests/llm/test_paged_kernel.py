@@ -58,9 +58,7 @@ def make_case(dtype: torch.dtype, heads: int, kv_heads: int, width: int, shapes:
         tables,
         torch.randperm(rows, generator=random)[: len(shapes)].to(torch.int32),
     )
-    keys, values = (
-        [torch.randn(sum(shape), kv_heads, width, generator=random).to(dtype) for shape in shapes] for _ in range(2)
-    )
+    keys, values = ([torch.randn(sum(shape), kv_heads, width, generator=random).to(dtype) for shape in shapes] for _ in range(2))
     pools = [torch.full((rows * columns, BLOCK, kv_heads, width), torch.nan, dtype=dtype) for _ in range(2)]
     query = torch.randn(sum(counts), heads, width, generator=random).to(dtype)
     case = Case(batch, query, keys, values, pools[0], pools[1], shapes)
@@ -88,11 +86,11 @@ def expected(case: Case, scale: float, window: int | None = None, softcap: float
     return torch.cat(outs)
 
 
-def attend(kernel: PagedKernel, case: Case, scale: float, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+def attend(
+    kernel: PagedKernel, case: Case, scale: float, window: int | None = None, softcap: float | None = None
+) -> torch.Tensor:
     new_keys, new_values = case.new(case.keys), case.new(case.values)
-    return kernel.attend(
-        case.batch, case.query, new_keys, new_values, case.pool_keys, case.pool_values, scale, window, softcap
-    )
+    return kernel.attend(case.batch, case.query, new_keys, new_values, case.pool_keys, case.pool_values, scale, window, softcap)
 
 
 SHAPES = [(0, 1), (36, 1), (7, 1), (63, 1), (0, 37), (31, 18), (5, 2), (100, 3)]
@@ -129,9 +127,7 @@ def test_takes_queries_in_the_order_transformers_hands_over(kernel: PagedKernel)
     heads_first = case.query.transpose(0, 1).contiguous().transpose(0, 1)  # strides of [1, heads, tokens, width]
     wide = torch.randn(len(case.query), 2, 100)
     wide[:, :, :64] = case.new(case.keys)
-    got = kernel.attend(
-        case.batch, heads_first, wide[:, :, :64], case.new(case.values), case.pool_keys, case.pool_values, 0.125
-    )
+    got = kernel.attend(case.batch, heads_first, wide[:, :, :64], case.new(case.values), case.pool_keys, case.pool_values, 0.125)
     assert torch.equal(got, want)
 
 
@@ -147,7 +143,9 @@ def test_table_may_start_at_a_later_block(kernel: PagedKernel) -> None:
     want = attend(kernel, case, 0.125, window=10)
     first = torch.tensor([4, 6], dtype=torch.int32)  # block 4 holds positions 32 to 39, the oldest seen is 41
     assert case.batch.table_rows is not None
-    rows = [case.batch.tables[row, start:].tolist() for row, start in zip(case.batch.table_rows.tolist(), first.tolist(), strict=True)]
+    rows = [
+        case.batch.tables[row, start:].tolist() for row, start in zip(case.batch.table_rows.tolist(), first.tolist(), strict=True)
+    ]
     tables = torch.zeros(2, max(map(len, rows)), dtype=torch.int32)
     for i, row in enumerate(rows):
         tables[i, : len(row)] = torch.tensor(row)
@@ -160,7 +158,9 @@ def test_table_may_start_at_a_later_block(kernel: PagedKernel) -> None:
 def test_a_sequence_does_not_depend_on_the_batch(kernel: PagedKernel, dtype: torch.dtype) -> None:
     case = make_case(dtype, 9, 3, 64, SHAPES)
     together = attend(kernel, case, 0.125)
-    for i, (start, end) in enumerate(zip(case.batch.query_starts[:-1].tolist(), case.batch.query_starts[1:].tolist(), strict=True)):
+    for i, (start, end) in enumerate(
+        zip(case.batch.query_starts[:-1].tolist(), case.batch.query_starts[1:].tolist(), strict=True)
+    ):
         assert case.batch.table_rows is not None
         alone = PagedBatch(
             torch.tensor([0, end - start], dtype=torch.int32),
