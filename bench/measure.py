@@ -34,9 +34,11 @@ def interleave(runs: Mapping[str, Callable[[], Cost]], rounds: int) -> dict[str,
     for run in runs.values():
         run()
     costs: dict[str, list[Cost]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         for name, run in runs.items():
             costs[name].append(run())
+        latest = ", ".join(f"{name} {found[-1].cpu:.3f}" for name, found in costs.items())
+        print(f"round {number} of {rounds}, CPU s: {latest}", file=sys.stderr, flush=True)
     return costs
 
 
