@@ -122,30 +122,27 @@ _KINDS: tuple[type[NativeLinear] | type[PackedLinear], ...] = (NativeLinear, Pac
 def speed_up(model: Any, decoder: nn.Module) -> Replaced:
     """Replace, in place, the linear layers of ``decoder`` and the output embedding of ``model`` where that is faster."""
     head = model.get_output_embeddings()
-    places = [
-        (parent, name, child)
-        for parent in dict.fromkeys([*decoder.modules(), model])
-        for name, child in parent.named_children()
-        if _replaceable(child) and (parent is not model or child is head)
-    ]
-    linears = list({id(linear): linear for _, _, linear in places}.values())
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    for parent in dict.fromkeys([*decoder.modules(), model]):
+        for name, child in parent.named_children():
+            if _replaceable(child) and (parent is not model or child is head):
+                places.setdefault(child, []).append((parent, name))
     shared = Counter(p.data_ptr() for m in model.modules() for p in m.parameters(recurse=False))
-    by_shape: dict[tuple[Any, ...], list[nn.Linear]] = {}
-    for linear in linears:
-        by_shape.setdefault((linear.weight.shape, linear.weight.dtype, linear.bias is None), []).append(linear)
-    replacements: dict[int, nn.Module] = {}
+    alike: dict[tuple[Any, ...], list[nn.Linear]] = {}
+    for linear in places:
+        alike.setdefault((linear.weight.shape, linear.weight.dtype, linear.bias is None), []).append(linear)
+    layers: Counter[str] = Counter()
     added = 0
-    for alike in by_shape.values():
-        kind = _fastest(alike[: max(1, _SAMPLE_BYTES // alike[0].weight.nbytes)])
-        for linear in alike:
-            if kind is not None:
-                replacements[id(linear)] = kind(linear)
+    for linears in alike.values():
+        kind = _fastest(linears[: max(1, _SAMPLE_BYTES // linears[0].weight.nbytes)])
+        layers[(kind or nn.Linear).__name__] += len(linears)
+        while kind and linears:
+            linear = linears.pop()  # forgotten at once: where weights are packed, two copies of one layer are held at most
+            replacement = kind(linear)
             if kind is PackedLinear and shared[linear.weight.data_ptr()] > 1:
                 added += linear.weight.nbytes
-            for parent, name, child in places:
-                if child is linear and kind is not None:
-                    setattr(parent, name, replacements[id(linear)])
-    layers = Counter(type(replacements.get(id(linear), linear)).__name__ for linear in linears)
+            for parent, name in places.pop(linear):
+                setattr(parent, name, replacement)
     logger.info("linear layers for this CPU: %s; %d bytes added", dict(layers), added)
     return Replaced(layers, added)
 
