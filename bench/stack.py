@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from bench.load import Ask
-from services.llm.block_manager import BlockManager
+from services.llm import engine as engine_module
 from services.llm.config import LlmConfig
-from services.llm.engine import Engine, Request, Token
-from services.llm.model_runner import ModelRunner
+from services.llm.engine import Engine, Request
+from services.llm.events import Stream, Token
+from services.llm.kv_cache import KvCache
+from services.llm.layer_groups import Kind, LayerGroup
+from services.llm.model_runner import ModelRunner, StepOutput
+from services.llm.request import GenerateArguments
 from services.llm.sampler import Sampling
 from services.llm.scheduler import Chunk, Scheduler
-from services.llm.sequence import Sequence
 from services.models.checkpoint import open_checkpoint
 from services.models.hf import transformers
 
@@ -51,49 +56,57 @@ def load_runner(model: Path, dtype: str, max_model_len: int = 1024) -> ModelRunn
 class InstantRunner:
     """Stands in for a model that takes no time: what remains of a step is scheduling and bookkeeping."""
 
-    num_blocks, block_size = 64 * 260, 16
+    block_size = 16
+    groups = (LayerGroup(Kind.FULL, 64 * 260),)
 
     def __init__(self, most: int) -> None:
         self._logits = torch.randn(most, 64)
+        self.merger = SimpleNamespace(family=SimpleNamespace(cross=False), features=1)
+        self.pruning = None
 
-    def add(self, *_: Any) -> None:
+    def add(self, *_: Any) -> list[tuple[int, int]]:
         """Nothing to merge."""
+        return []
 
-    remove = clear_blocks = write_rows = add
+    remove = prepare = add
 
-    def run(self, chunks: list[Chunk]) -> tuple[list[Chunk], torch.Tensor]:
+    def run(self, chunks: list[Chunk], scores: Any = ()) -> StepOutput:
         """The chunks that yield a token, and logits for them."""
         sampling = [c for c in chunks if c.samples]
-        return sampling, self._logits[: len(sampling)]
+        return StepOutput(sampling, self._logits[: len(sampling)], [], {})
 
 
 class Stack:
     """An engine without its thread: requests go in, :meth:`step` computes, tokens come out."""
 
     def __init__(self, runner: Any, max_num_seqs: int, max_num_batched_tokens: int = 2048) -> None:
-        blocks = BlockManager(runner.num_blocks, runner.block_size)
-        self.engine = Engine(runner, Scheduler(blocks, max_num_batched_tokens, max_num_seqs))
+        kv = KvCache(list(runner.groups), runner.block_size)
+        self.engine = Engine(runner, Scheduler(kv, max_num_batched_tokens, max_num_seqs))
         self.requests: list[Request] = []
+        self._tokens: dict[int, list[int]] = defaultdict(list)
 
     def submit(self, ask: Ask) -> None:
         """Queue a request; it ends after ``ask.new_tokens`` tokens."""
-        name = f"bench-{id(self)}-{len(self.requests)}"
-        self.requests.append(Request(Sequence(name, ask.prompt, ask.new_tokens, frozenset()), [], Sampling()))
+        arguments = GenerateArguments(
+            id=str(len(self.requests)), prompt=ask.prompt, max_tokens=ask.new_tokens, end_token_ids=frozenset(), min_tokens=0,
+            priority=0, n=1, media=[], digests=[], salt=b"", sampling=Sampling(), grammar=None, include_first_logits=False,
+            prompt_logprobs=None, visual_token_keep=None,
+        )  # fmt: skip
+        self.requests.append(Request(arguments, Stream(capacity=1 << 30)))
         self.engine._add(self.requests[-1])
 
     def step(self) -> bool:
         """One step; False when nothing is left."""
         busy = self.engine.step()
         for request, event in self.engine._outbox:
-            request.events.put_nowait(event)
+            if isinstance(event, Token):
+                self._tokens[id(request)].append(event.choice.token)
         self.engine._outbox.clear()
         return busy
 
     def tokens(self, index: int) -> list[int]:
         """What request ``index`` has generated since the last call."""
-        events = self.requests[index].events
-        got = [events.get_nowait() for _ in range(events.qsize())]
-        return [event.id for event in got if isinstance(event, Token)]
+        return self._tokens.pop(id(self.requests[index]), [])
 
     def close(self) -> None:
         """End every request."""
@@ -103,8 +116,7 @@ class Stack:
     def time_outside(self, watch: Stopwatch) -> None:
         """Have ``watch`` count the model's work and the choice of tokens, which are not bookkeeping."""
         watch.wrap(self.engine.runner, "run")
-        for request in self.requests:
-            watch.wrap(request.chooser, "choose")
+        watch.wrap(engine_module, "choose")
 
 
 class Stopwatch:

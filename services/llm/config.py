@@ -60,9 +60,11 @@ class LlmConfig(ServiceConfig):
     attention_backend: str = option(
         "auto",
         "who computes attention: cuda is torch's paged kernel with the gathered path for what it does not take (soft caps, "
-        "masks of a prompt's own, cross-attention, float32), gathered runs anywhere, naive is slow and easy to read",
-        ["auto", "naive", "gathered", "cuda"],
+        "masks of a prompt's own, cross-attention, float32), native is our kernel for CPUs, gathered runs anywhere, naive is "
+        "slow and easy to read",
+        ["auto", "naive", "gathered", "native", "cuda"],
     )
+    native_layers: bool = option(True, "on a CPU, run linear layers and norms by our own kernels where they are faster")
     enforce_eager: bool = option(
         False, "never replay decoding steps as CUDA graphs; without it, models whose every layer runs in torch's paged kernel do"
     )

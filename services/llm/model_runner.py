@@ -18,6 +18,7 @@ from services.llm.capacity import Demand, assign_groups, size_groups
 from services.llm.config import LlmConfig
 from services.llm.cuda_graphs import DecodeGraphs, record_decodes
 from services.llm.merge import MediaRun, MergedPrompt, Merger
+from services.llm.native import replace_layers
 from services.llm.scheduler import Chunk
 from services.llm.step_builder import StepBuilder
 from services.models.checkpoint import Checkpoint
@@ -72,6 +73,9 @@ class ModelRunner:
         self._head = self.model.get_output_embeddings()
 
         layers = probe_layers(self.decoder, self._probe_arguments(), self.max_model_len)
+        if self.device == "cpu" and config.native_layers:
+            self.parameter_bytes += replace_layers(self.model, self.decoder)
+            self._head = self.model.get_output_embeddings()
         self.pruning, self.pruning_obstacle = config.pruning, pruning.obstacle(self.merger, layers)
         if self.pruning:
             pruning.check(self.pruning, self.pruning_obstacle, self.merger, layers)

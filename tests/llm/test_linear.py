@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from services.llm import linear, native
-from services.llm.linear import NativeLinear, PackedLinear, speed_up
+from services.llm.native import build, linear
+from services.llm.native.linear import NativeLinear, PackedLinear, speed_up
 from services.models.half import parameter_bytes
 from services.models.hf import transformers
 
@@ -21,7 +21,7 @@ KINDS = [(NativeLinear, torch.float32), (PackedLinear, torch.float32), (PackedLi
 def replace(kind: Any, plain: nn.Linear) -> nn.Module:
     try:
         return kind(plain)
-    except native.Unavailable as reason:
+    except build.Unavailable as reason:
         pytest.skip(str(reason))
 
 
@@ -170,10 +170,10 @@ def _missing(*_: Any) -> None:
 def test_without_a_compiler_or_packing_layers_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(linear, "load_library", native.load_library.__wrapped__)
-    with pytest.raises(native.Unavailable, match="no C"):
+    monkeypatch.setattr(linear, "load_library", build.load_library.__wrapped__)
+    with pytest.raises(build.Unavailable, match="no C"):
         NativeLinear(nn.Linear(64, 512))
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", _missing, raising=False)
-    with pytest.raises(native.Unavailable, match="cannot pack"):
+    with pytest.raises(build.Unavailable, match="cannot pack"):
         PackedLinear(nn.Linear(64, 512))
     assert linear._fastest([nn.Linear(64, 512)]) is None

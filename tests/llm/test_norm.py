@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from services.llm import native, norm
-from services.llm.norm import NativeNorm, replace_norms
+from services.llm.native import build, norm
+from services.llm.native.norm import NativeNorm, replace_norms
 from services.models.hf import transformers
 
 LLAMA = transformers.models.llama.modeling_llama.LlamaRMSNorm
@@ -72,5 +72,5 @@ def test_leaves_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert replace_norms(parent) == 0 and type(parent["norm"]) is kind  # type: ignore[index]
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(norm, "load_library", native.load_library.__wrapped__)
+    monkeypatch.setattr(norm, "load_library", build.load_library.__wrapped__)
     assert replace_norms(holder(LLAMA, 64, torch.float32)) == 0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.llm import native, paged_kernel
-from services.llm.paged_kernel import PagedBatch, PagedKernel
+from services.llm.native import build, paged_kernel
+from services.llm.native.paged_kernel import PagedBatch, PagedKernel
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 BLOCK = 8
@@ -194,7 +194,7 @@ def test_says_what_it_takes() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache folder, with nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(paged_kernel, "load_library", native.load_library.__wrapped__)
+    monkeypatch.setattr(paged_kernel, "load_library", build.load_library.__wrapped__)
     return tmp_path
 
 
@@ -217,7 +217,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 
 def test_two_that_build_at_once_both_get_a_library(kernel: PagedKernel, fresh: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        built = list(pool.map(native._build, [paged_kernel._SOURCE] * 2))
+        built = list(pool.map(build._build, [paged_kernel._SOURCE] * 2))
     assert built[0] == built[1]
     assert ctypes.CDLL(str(built[0])).triptych_attend_float32
     assert [path.name for path in (fresh / "triptych").iterdir()] == [built[0].name]
@@ -226,8 +226,8 @@ def test_two_that_build_at_once_both_get_a_library(kernel: PagedKernel, fresh: P
 def test_a_source_that_does_not_compile_is_unavailable(kernel: PagedKernel, fresh: Path) -> None:
     source = fresh / "broken.cpp"
     source.write_text("int main( {")
-    with pytest.raises(native.Unavailable, match="failed"):
-        native.load_library.__wrapped__(source)
+    with pytest.raises(build.Unavailable, match="failed"):
+        build.load_library.__wrapped__(source)
 
 
 def test_the_process_holds_one_openmp_runtime(kernel: PagedKernel) -> None:

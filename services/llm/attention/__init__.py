@@ -7,10 +7,12 @@ import torch
 from services.llm.attention.cuda import HALF, PAGE, CudaBackend, unusable
 from services.llm.attention.gathered import GatheredBackend
 from services.llm.attention.naive import NaiveBackend
+from services.llm.attention.native import NativeBackend
 from services.llm.attention.plan import Backend
+from services.llm.native import paged_kernel
 from services.models.registry import UnsupportedModel
 
-BACKENDS = ("auto", "naive", "gathered", "cuda")
+BACKENDS = ("auto", "naive", "gathered", "native", "cuda")
 
 
 def choose_backend(name: str, device: str) -> Backend:
@@ -23,6 +25,11 @@ def choose_backend(name: str, device: str) -> Backend:
         return NaiveBackend()
     if name == "gathered":
         return GatheredBackend()
+    if device == "cpu" and name in ("auto", "native"):
+        kernel = paged_kernel.load()
+        if kernel is None and name == "native":
+            raise UnsupportedModel("--attention-backend native: the log says why there is no kernel; leave the flag out")
+        return NativeBackend(kernel) if kernel else GatheredBackend()
     reason = unusable(device)
     if reason is None:
         return CudaBackend()

@@ -107,6 +107,7 @@ class GroupPlan:
     rows: Sequence[Rows]
     _decode_mask: torch.Tensor | None = None
     _ragged: Ragged | None = None
+    kernel_batch: Any = None  # a backend's own view of the group, made once a step
 
     @property
     def masked(self) -> bool:
