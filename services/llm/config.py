@@ -50,13 +50,21 @@ class LlmConfig(ServiceConfig):
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     threads: int = option(0, "CPU threads for tensor work; 0 leaves it to torch")
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 takes the checkpoint's")
-    block_size: int = option(16, "tokens in a KV block")
+    block_size: int = option(
+        0, "tokens in a KV block; 0 takes 16, or on CUDA in 16 bits 256: torch's paged kernel takes multiples of that alone"
+    )
     kv_cache_memory_bytes: int = option(1 << 30, "size of the KV pool on a CPU, an upper bound on CUDA")
     gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights and KV pool may take")
     max_num_batched_tokens: int = option(2048, "most tokens computed in a step")
     max_num_seqs: int = option(64, "most sequences in a step")
     attention_backend: str = option(
-        "auto", "who computes attention; naive is slow and easy to read", ["auto", "naive", "gathered"]
+        "auto",
+        "who computes attention: cuda is torch's paged kernel with the gathered path for what it does not take (soft caps, "
+        "masks of a prompt's own, cross-attention, float32), gathered runs anywhere, naive is slow and easy to read",
+        ["auto", "naive", "gathered", "cuda"],
+    )
+    enforce_eager: bool = option(
+        False, "never replay decoding steps as CUDA graphs; without it, models whose every layer runs in torch's paged kernel do"
     )
     long_prefill_token_threshold: int = option(0, "most tokens a step takes of one prompt; 0 sets no bound")
     enable_prefix_caching: bool = option(True, "reuse the keys and values of prompts that start alike")
@@ -68,7 +76,9 @@ class LlmConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
+        if self.block_size < 0:
+            raise ValueError(f"--block-size must not be negative, got {self.block_size}")
+        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import torch
 
 from services.common.channel import open_channel, outgoing_metadata
-from services.common.errors import ServiceError
+from services.common.errors import ServiceError, invalid
 from services.models.wire import from_chunk
+from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 OnRows = Callable[[int, int, torch.Tensor], None]
@@ -21,16 +22,35 @@ _TRIES = 3  # streams per encoder; each resumes at the first row that has not ar
 
 @dataclass
 class RemoteItem:
-    """One item's rows at an encoder, and how far they have come."""
+    """One item's rows at an encoder, and how far they have come.
 
-    span: int
+    Attributes:
+        spans: the prompt's runs that its rows are for, as (span, rows), in the order of the rows.
+        arrived: rows that are here, by feature.
+    """
+
     ref_id: str
     encoder_address: str
-    rows: int
-    arrived: list[int]  # by feature
+    spans: list[tuple[int, int]]
+    arrived: list[int]
     done: bool = False
     preprocess_seconds: float = 0.0
     encode_seconds: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Rows of each feature."""
+        return sum(rows for _, rows in self.spans)
+
+    def take(self, feature: int, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Note the next rows of a feature and split them among spans."""
+        at, start = self.arrived[feature], 0
+        self.arrived[feature] += len(rows)
+        for span, count in self.spans:
+            stop = start + count
+            if start < at + len(rows) and at < stop:
+                yield span, rows[max(start - at, 0) : stop - at]
+            start = stop
 
 
 @dataclass
@@ -104,8 +124,8 @@ class RowFetcher:
                 self._check_header(item, response.header)
             case "chunk":
                 rows = self._rows(item, response.chunk)
-                item.arrived[response.chunk.feature] += len(rows)
-                on_rows(item.span, response.chunk.feature, rows)
+                for span, part in item.take(response.chunk.feature, rows):
+                    on_rows(span, response.chunk.feature, part)
             case "done":
                 if any(arrived != item.rows for arrived in item.arrived):
                     raise _mismatch(f"the encoder sent {min(item.arrived)} rows of {item.rows}")
@@ -144,6 +164,24 @@ class RowFetcher:
             )
         rows = rows[arrived - offset :]  # a resumed stream starts at the feature that is furthest behind
         return rows
+
+
+def remote_items(spans: Sequence[media_pb2.Span], features: int) -> list[RemoteItem]:
+    """The items that a prompt's spans stand for: those with the same ref are runs of one item.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT; an item's runs leave out rows or stand for some twice.
+    """
+    items: dict[tuple[str, str], RemoteItem] = {}
+    for i, span in enumerate(spans):
+        ref = span.ref.encoder_address, span.ref.id
+        item = items.setdefault(ref, RemoteItem(span.ref.id, span.ref.encoder_address, [], [0] * features))
+        if span.first_row != item.rows:
+            raise invalid(
+                f"spans[{i}].first_row", f"must be {item.rows}, the row behind the ref's earlier run, got {span.first_row}"
+            )
+        item.spans.append((i, span.rows))
+    return list(items.values())
 
 
 def _mismatch(text: str) -> ServiceError:

@@ -20,11 +20,12 @@ import torch
 
 from services.llm.config import Pruning
 from services.llm.events import Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Stream, Token
+from services.llm.logprobs import Choice, prompt_logprobs
 from services.llm.merge import MediaRun
 from services.llm.model_runner import ModelRunner, StepOutput
 from services.llm.pruning import dropping
 from services.llm.request import GenerateArguments
-from services.llm.sampler import NOT_NUMBERS, Choice, TokenChooser, choose, prompt_logprobs
+from services.llm.sampler import NOT_NUMBERS, TokenChooser, choose
 from services.llm.scheduler import Chunk, Scheduler
 from services.llm.sequence import Finish, RowSpan, Sequence
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.llm.sampler import Choice
+from services.llm.logprobs import Choice
 from services.llm.sequence import Finish
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from services.llm import pruning, rope
-from services.llm.attention import choose_backend, hook
+from services.llm.attention import choose_backend, choose_block_size, hook
 from services.llm.attention.cut import Visual
 from services.llm.attention.layers import probe_layers
+from services.llm.attention.plan import StepPlan
 from services.llm.attention.pool import KvPool
 from services.llm.capacity import Demand, assign_groups, size_groups
 from services.llm.config import LlmConfig
+from services.llm.cuda_graphs import DecodeGraphs, record_decodes
 from services.llm.merge import MediaRun, MergedPrompt, Merger
 from services.llm.scheduler import Chunk
 from services.llm.step_builder import StepBuilder
@@ -63,7 +65,8 @@ class ModelRunner:
         self.decoder.config._attn_implementation = hook.NAME
         self.parameter_bytes = parameter_bytes(self.model)
         self.max_model_len = config.max_model_len or checkpoint.max_position_embeddings
-        self.block_size = config.block_size
+        backend = choose_backend(config.attention_backend, self.device)
+        self.block_size = choose_block_size(config.block_size, backend, self.dtype)
         rope.pin(self.decoder, self.max_model_len)
         self._softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
         self._head = self.model.get_output_embeddings()
@@ -75,20 +78,20 @@ class ModelRunner:
             pruning.install(self.decoder.layers, self.pruning.layer)
         kinds, group_of = assign_groups(layers, self.pruning)
         demand = Demand(
-            config.block_size, self.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, self.merger.cross_rows
+            self.block_size, self.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, self.merger.cross_rows
         )
         self.groups = size_groups(kinds, group_of, layers, demand, self._budget(config), self.dtype.itemsize, self.pruning)
         pool = KvPool(
             [(layer, group_of[layer.index]) for layer in layers],
             [group.blocks for group in self.groups],
-            config.block_size,
+            self.block_size,
             self.dtype,
             self.device,
         )
         self.pool = pool
         self.builder = StepBuilder(
             pool,
-            choose_backend(config.attention_backend, self.device),
+            backend,
             layers,
             group_of,
             self.groups,
@@ -97,6 +100,11 @@ class ModelRunner:
             self.pruning.layer if self.pruning else None,
         )
         self._prompts: dict[str, MergedPrompt] = {}
+        self.graphs: DecodeGraphs | None = None  # of steps that only decode
+        if self.device != "cpu" and not config.enforce_eager:
+            self.graphs = record_decodes(
+                self._decode, self.builder, self._probe_arguments(), config.max_num_seqs, self.max_model_len
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -147,11 +155,7 @@ class ModelRunner:
         ordered = decodes + prefills
         arguments = self._inputs(decodes, prefills)
         plan = self.builder.build(decodes, prefills, self._prompts)
-        token = hook.current.set(plan)
-        try:
-            hidden = self.decoder(attention_mask=None, use_cache=False, **arguments).last_hidden_state[0]  # [rows, hidden]
-        finally:
-            hook.current.reset(token)
+        hidden = self._decode(arguments, plan) if self.graphs is None or prefills else self.graphs.run(arguments, plan)
         counts = plan.cut.counts if plan.cut else [c.count for c in ordered]  # rows of each chunk
         if not prefills:
             last = hidden
@@ -172,6 +176,14 @@ class ModelRunner:
         return StepOutput(
             [ordered[i] for i in sampling], logits, [c for c, ok in zip(ordered, sound, strict=True) if not ok], scored
         )
+
+    def _decode(self, arguments: dict[str, Any], plan: StepPlan) -> torch.Tensor:
+        """The decoder's last hidden states ``[tokens, hidden]``."""
+        token = hook.current.set(plan)
+        try:
+            return self.decoder(attention_mask=None, use_cache=False, **arguments).last_hidden_state[0]  # type: ignore[no-any-return]
+        finally:
+            hook.current.reset(token)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._head(hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -188,31 +189,48 @@ async def _grammar(given: sampling_pb2.SamplingParams, grammars: Grammars) -> Gr
 def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Checkpoint) -> list[MediaRun]:
     """The spans, checked against the prompt: known modality, sorted, disjoint, inside, over placeholders only and over all."""
     runs: list[MediaRun] = []
-    end = 0
-    covered = 0
-    placeholders = {checkpoint.placeholder_id(m): m for m in checkpoint.family.modalities}
+    end = covered = 0
+    family = checkpoint.family
+    placeholders = {checkpoint.placeholder_id(m): m for m in family.modalities}
     for i, span in enumerate(spans):
-        if int(span.modality) not in set(checkpoint.family.modalities):
-            raise invalid(f"spans[{i}].modality", f"a {checkpoint.family.model_type} model does not take this modality")
+        if int(span.modality) not in set(family.modalities):
+            raise invalid(f"spans[{i}].modality", f"a {family.model_type} model does not take this modality")
         modality = Modality(span.modality)
-        if span.offset < end or span.rows < 1 or span.offset + span.rows > len(prompt):
+        tokens = 1 if family.cross else span.rows
+        if span.offset < end or span.rows < 1 or span.offset + tokens > len(prompt):
             raise invalid(
                 f"spans[{i}]", f"must start at {end} or later, have a row and end inside the prompt of {len(prompt)} tokens"
             )
-        end = span.offset + span.rows
+        end = span.offset + tokens
         token = checkpoint.placeholder_id(modality)
         if any(t != token for t in prompt[span.offset : end]):
             raise invalid(f"spans[{i}]", f"must stand over placeholder tokens {token} only")
-        if checkpoint.family.positions_from_grid:
+        if family.positions_from_grid and modality is not Modality.AUDIO:
             _check_grid(f"spans[{i}].grid", span, int(checkpoint.config["vision_config"].get("spatial_merge_size", 2)))
+        if family.cross:
+            _check_tiles(f"spans[{i}]", span, checkpoint)
         if not span.ref.id or not span.ref.encoder_address:
             raise invalid(f"spans[{i}].ref", "must name a ref and its encoder")
-        covered += span.rows
-        runs.append(MediaRun(modality, span.offset, span.rows, Grid(span.grid.t, span.grid.h, span.grid.w)))
+        if not (math.isfinite(span.seconds_per_grid) and span.seconds_per_grid >= 0):
+            raise invalid(f"spans[{i}].seconds_per_grid", f"must be a time, got {span.seconds_per_grid:g}")
+        covered += tokens
+        grid = Grid(span.grid.t, span.grid.h, span.grid.w)
+        runs.append(MediaRun(modality, span.offset, span.rows, grid, span.seconds_per_grid or 1.0, tokens))
     stray = sum(t in placeholders for t in prompt) - covered
     if stray:
         raise invalid("spans", f"{stray} placeholder tokens of the prompt belong to no span")
     return runs
+
+
+def _check_tiles(field: str, span: media_pb2.Span, checkpoint: Checkpoint) -> None:
+    """A picture that is read by cross-attention has the rows of all tiles, used or not."""
+    vision = checkpoint.config["vision_config"]
+    tiles = int(vision["max_num_tiles"])
+    rows = tiles * ((int(vision["image_size"]) // int(vision["patch_size"])) ** 2 + 1)
+    if span.rows != rows:
+        raise invalid(f"{field}.rows", f"must be {rows}, those of {tiles} tiles, got {span.rows}")
+    if not 1 <= span.grid.t <= tiles:
+        raise invalid(f"{field}.grid", f"t, the tiles that hold picture, must be between 1 and {tiles}, got {span.grid.t}")
 
 
 def _check_grid(field: str, span: media_pb2.Span, merge: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from services.llm.logprobs import Choice, logprobs
 from services.llm.occurrences import Occurrences
 from services.llm.structured import GrammarFailure, GrammarState
 
@@ -50,22 +51,6 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-@dataclass(slots=True)
-class Choice:
-    """A chosen token; what follows it is None or empty unless log probabilities were asked for.
-
-    Attributes:
-        logprob: natural log probability under the raw logits.
-        rank: place among all tokens under the raw logits, the likeliest being 1.
-        top: the likeliest tokens with their log probabilities, likeliest first.
-    """
-
-    token: int
-    logprob: float | None = None
-    rank: int | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class TokenChooser:
     """What one answer's choices depend on besides its logits. :func:`choose` reads it, :meth:`accept` moves it on.
 
@@ -77,6 +62,7 @@ class TokenChooser:
         grammar: what the answer must match; owned by the chooser.
 
     Attributes:
+        plain: the next token is the likeliest one, and nothing else is asked about it.
         failure: why :func:`choose` had no token, for the client; None while it had.
     """
 
@@ -131,7 +117,6 @@ class TokenChooser:
         return other
 
     def _find_plain(self) -> None:
-        """``plain``: the likeliest token is chosen and nothing else said about it."""
         s = self.sampling
         special = s.temperature > 0 or s.penalized or s.logit_bias or s.logprobs is not None or self.grammar or self.banned
         self.plain = not special
@@ -158,16 +143,6 @@ def choose(choosers: Sequence[TokenChooser], logits: torch.Tensor) -> list[Choic
     return choices
 
 
-def prompt_logprobs(logits: torch.Tensor, next_tokens: Sequence[int], top: int) -> list[Choice]:
-    """How likely each row's next token was, and the ``top`` likeliest, from raw ``logits`` ``[len(next_tokens), vocab]``."""
-    found: list[Choice] = []
-    step = min(64, _rows_at_once(logits))
-    for at in range(0, len(next_tokens), step):
-        tokens = next_tokens[at : at + step]
-        found += _logprobs(logits[at : at + step], tokens, [top] * len(tokens))
-    return found
-
-
 def _choose_special(
     choosers: Sequence[TokenChooser], logits: torch.Tensor, special: list[int], choices: list[Choice | None]
 ) -> None:
@@ -188,15 +163,17 @@ def _choose_special(
     picked = _argmax(work)
     random = [at for at, chooser in enumerate(active) if chooser.sampling.temperature > 0]
     if random:
-        picked[random] = _sample(work[random], [active[at] for at in random])
-    tokens = picked.tolist()
-    for i, token in zip(rows, tokens, strict=True):
-        choices[i] = Choice(token)
-    told = [(i, token, c.sampling.logprobs) for i, token, c in zip(rows, tokens, active, strict=True)]
-    told = [(i, token, top) for i, token, top in told if top is not None]
+        picked[random] = _sample(work[random] if len(random) < len(active) else work, [active[at] for at in random])
+    fine = work.gather(1, picked[:, None]).isfinite()  # not so where no token was left
+    tokens: list[list[int]] = torch.cat([picked[:, None], fine], dim=1).tolist()
+    told: list[tuple[int, int, int]] = []
+    for i, chooser, (token, ok) in zip(rows, active, tokens, strict=True):
+        choices[i] = Choice(token) if ok else None
+        if ok and (top := chooser.sampling.logprobs) is not None:
+            told.append((i, token, top))
     if told:
-        reported = _logprobs(logits[[i for i, _, _ in told]], [token for _, token, _ in told], [top or 0 for _, _, top in told])
-        for (i, _, _), choice in zip(told, reported, strict=True):
+        places, chosen, tops = zip(*told, strict=True)
+        for i, choice in zip(places, logprobs(logits[list(places)], chosen, tops), strict=True):
             choices[i] = choice
 
 
@@ -243,7 +220,8 @@ def _sample(work: torch.Tensor, choosers: list[TokenChooser]) -> torch.Tensor:
     total = sums[:, -1:]
     uniform = torch.tensor([[chooser.uniform] for chooser in choosers], dtype=torch.float64, device=work.device)
     target = (uniform * total).long().minimum(total - 1)
-    return torch.searchsorted(sums, target, right=True)[:, 0]  # the first whose sum is above the target: its weight is not 0
+    # The first whose sum is above the target, so that its weight is not 0; where no weight is a number, any.
+    return torch.searchsorted(sums, target, right=True)[:, 0].clamp(max=work.shape[1] - 1)
 
 
 def _weights(work: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
@@ -304,20 +282,6 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 def _rows_at_once(logits: torch.Tensor) -> int:
     return max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-
-
-def _logprobs(logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[Choice]:
-    """Log probabilities of ``tokens`` under raw ``logits`` ``[len(tokens), vocab]``, and each row's ``tops`` likeliest."""
-    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    scale = logits.logsumexp(-1, keepdim=True)
-    ranks = (logits > chosen).sum(-1) + 1
-    values, ids = logits.topk(min(max(tops), logits.shape[1]))
-    columns = [(chosen - scale)[:, 0], ranks, values - scale, ids]
-    rows = zip(tokens, tops, *(column.tolist() for column in columns), strict=True)
-    return [
-        Choice(token, logprob, rank, tuple(zip(likeliest[:top], likelihoods[:top], strict=True)))
-        for token, top, logprob, rank, likelihoods, likeliest in rows
-    ]
 
 
 def _mixed(number: int) -> int:

@@ -13,11 +13,11 @@ import torch
 
 from services.common.channel import time_left
 from services.common.errors import ServiceError, invalid
-from services.llm.embeddings import FetchTimes, RemoteItem, RowFetcher
+from services.llm.embeddings import FetchTimes, RowFetcher, remote_items
 from services.llm.engine import Engine, Request
 from services.llm.events import Aborted, Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Token
+from services.llm.logprobs import Choice
 from services.llm.request import Limits, read_generate
-from services.llm.sampler import Choice
 from services.llm.sequence import Finish
 from services.llm.structured import Grammars
 from services.models.checkpoint import Checkpoint
@@ -95,10 +95,7 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
         )
 
     async def _fetch(self, request: llm_pb2.GenerateRequest, running: Request, timeout: float) -> FetchTimes:
-        items = [
-            RemoteItem(i, span.ref.id, span.ref.encoder_address, span.rows, [0] * self.fetcher.features)
-            for i, span in enumerate(request.spans)
-        ]
+        items = remote_items(request.spans, self.fetcher.features)
 
         def on_rows(span: int, feature: int, rows: torch.Tensor) -> None:
             self.engine.write_rows(running, span, feature, rows)

@@ -25,7 +25,10 @@ from services.models.registry import UnsupportedModel
 _MAX_DEPTH = 64  # of a JSON schema
 _COMPILE_THREADS, _MASK_THREADS = 2, 2
 _WHITESPACE = r"[ \n\r\t]{0,64}"  # between the parts of JSON: bounded, or an answer might be nothing else
-_TOO_COMPLEX = "the constraint of this request became too complex to follow; simplify it"
+# Of the parser, for one mask and at one place of the text: with the library's own 50,000 and 2,000 an ambiguous grammar can hold
+# up a batch for seconds a step.
+_STEP_ITEMS, _ROW_ITEMS = 10_000, 1_000
+_TOO_COMPLEX = "the constraint of this request became too complex to follow; simplify it, or make its rules left-recursive"
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "json_object"]
 
@@ -83,14 +86,13 @@ class Grammars:
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special} | set(banned)
         self.end_token_ids = frozenset(end_token_ids)
         self._capacity, self._compile_seconds = capacity, compile_seconds
-        self._texts, self._ends = (
-            _packed(set(tokenizer.get_vocab().values()) - special - self.end_token_ids, vocab_size),
-            _packed(self.end_token_ids, vocab_size),
-        )
+        self._texts = _packed(set(tokenizer.get_vocab().values()) - special - self.end_token_ids, vocab_size)
+        self._ends = _packed(self.end_token_ids, vocab_size)
         self._leading_space = _strips_leading_space(tokenizer)
         columns = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
         source = _with_unspellable(json.loads(source), special | self.end_token_ids)
         self._tokenizer = llguidance.LLTokenizer(source, n_vocab=columns, eos_token=sorted(self.end_token_ids) or None)
+        self._limits = llguidance.LLParserLimits(step_max_items=_STEP_ITEMS, max_items_in_row=_ROW_ITEMS)
         self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar-compile")
         self.mask_threads = ThreadPoolExecutor(_MASK_THREADS, "grammar-mask")
         self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
@@ -146,7 +148,7 @@ class Grammars:
         return self._start(_after_a_space(source)) if self._leading_space else grammar
 
     def _start(self, source: str) -> Grammar:
-        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise ConstraintError(_reason(matcher))
         try:

@@ -1,178 +1,244 @@
-"""The engine against ``generate()``: packed, in chunks that cut pictures, with late rows, preempted; tokens and logits."""
+"""The engine's thread and what it hands to the event loop: failures, aborts, forks, streams, and whose turn comes when."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from services.llm.block_manager import BlockManager
-from services.llm.config import LlmConfig
-from services.llm.engine import Engine, EngineFailure, Finished, Request, Token
-from services.llm.merge import MediaRun
-from services.llm.model_runner import ModelRunner
+from services.llm.engine import Engine, Request
+from services.llm.events import Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Stream, Token
+from services.llm.kv_cache import KvCache
 from services.llm.sampler import Sampling
 from services.llm.scheduler import Scheduler
-from services.llm.sequence import Finish, RowSpan, Sequence
-from services.models.checkpoint import Checkpoint, open_checkpoint
-from services.models.media import Grid, Modality
-from tests.reference import NEW_TOKENS, Answer, Oracle, asks
-
-FAMILIES = ["qwen2_vl", "llava", "llama", "qwen2"]
+from services.llm.sequence import Finish
+from tests.llm.families import Ask, Case, load_case
 
 
-@dataclass
-class Case:
-    """A loaded half with requests and what the oracle says to them."""
-
-    checkpoint: Checkpoint
-    runner: ModelRunner
-    answers: list[Answer]
-    features: list[list[torch.Tensor]]
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["qwen2_vl", "llama"])
 def case(request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path]) -> Case:
-    path = checkpoint_dir(request.param)
-    checkpoint = open_checkpoint(str(path))
-    oracle = Oracle(path)
-    answers = [oracle.answer(ask) for ask in asks(5, 5, oracle.multimodal)]
-    features = [oracle.features(a.inputs) for a in answers]
-    config = LlmConfig(dtype="float32", block_size=4, kv_cache_memory_bytes=64 << 20)
-    return Case(checkpoint, ModelRunner(checkpoint, config), answers, features)
+    return load_case(checkpoint_dir(request.param))
 
 
-def make_request(case: Case, index: int, name: str, **options: object) -> Request:
-    answer = case.answers[index]
-    media, at = [], 0
-    for i, rows in enumerate(case.features[index]):
-        at = answer.prompt.index(case.checkpoint.placeholder_id(Modality.IMAGE), at)
-        grid = answer.inputs["image_grid_thw"][i].tolist() if "image_grid_thw" in answer.inputs else [1, 1, len(rows)]
-        media.append(MediaRun(Modality.IMAGE, at, len(rows), Grid(*grid)))
-        at += len(rows)
-    spans = [RowSpan(run.offset, run.rows) for run in media]
-    sequence = Sequence(name, answer.prompt, NEW_TOKENS, frozenset(), spans=spans)
-    return Request(sequence, media, Sampling(), include_first_logits=True, **options)  # type: ignore[arg-type]
+def new_engine(case: Case, budget: int = 4096, blocks: int | None = None, seqs: int = 8) -> Engine:
+    groups = [type(g)(g.kind, blocks or g.blocks, g.window) for g in case.runner.groups]
+    return Engine(case.runner, Scheduler(KvCache(groups, case.runner.block_size, b"model"), budget, seqs))
 
 
-def new_engine(case: Case, budget: int, blocks: int | None = None, seqs: int = 8) -> Engine:
-    return Engine(case.runner, Scheduler(BlockManager(blocks or case.runner.num_blocks, case.runner.block_size), budget, seqs))
-
-
-async def collect(request: Request) -> tuple[list[int], torch.Tensor, Finished]:
-    tokens, logits = [], None
-    while True:
-        event = await asyncio.wait_for(request.events.get(), 60)
-        if isinstance(event, Finished):
-            assert logits is not None
-            return tokens, logits, event
-        assert isinstance(event, Token), event
-        logits = event.logits if logits is None else logits
-        tokens.append(event.id)
-
-
-async def check_all(case: Case, engine: Engine, rows_per_write: int) -> None:
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[Engine]:
     engine.start(asyncio.get_running_loop())
-    requests = [make_request(case, i, f"r{i}") for i in range(len(case.answers))]
-    for request in requests:
-        engine.submit(request)
-    for request, features in reversed(list(zip(requests, case.features, strict=True))):
-        for span, rows in enumerate(features):
-            for part in rows.split(rows_per_write):
-                engine.write_rows(request, span, part)
-    results = [await collect(r) for r in requests]
-    await asyncio.to_thread(engine.stop)
-    for answer, (tokens, logits, _) in zip(case.answers, results, strict=True):
-        assert tokens == answer.tokens
-        assert float((logits[0] - answer.first_logits).abs().max()) < 1e-4
-    engine.scheduler.check_integrity()
-    assert engine.scheduler.blocks.free == engine.scheduler.blocks.total
-    assert not case.runner._prompts
+    try:
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.stop)
+        engine.scheduler.check_integrity()
+        assert all(pool.available == pool.total for pool in engine.scheduler.kv.pools)
+        assert not engine.runner._prompts and not engine.scheduler.waiting and not engine.scheduler.running
+
+
+def submit(engine: Engine, ask: Ask, rows: bool = True, stream: Stream | None = None, **changes: object) -> Request:
+    request = Request(ask.arguments("r", **changes), stream or Stream())
+    engine.submit(request)
+    if rows:
+        write_rows(engine, request, ask)
+    return request
+
+
+def write_rows(engine: Engine, request: Request, ask: Ask) -> None:
+    for item, features in enumerate(ask.features):
+        for feature, rows in enumerate(features):
+            engine.write_rows(request, item, feature, rows)
+
+
+async def events(request: Request) -> AsyncIterator[Event]:
+    """All events up to the last."""
+    while True:
+        for event in await asyncio.wait_for(request.events.take(), 60):
+            yield event
+            if (isinstance(event, Finished) and event.last) or isinstance(event, EngineFailure | Refused):
+                return
+
+
+async def tokens(request: Request) -> list[int]:
+    return [event.choice.token async for event in events(request) if isinstance(event, Token)]
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("budget", "rows_per_write"), [(4096, 10_000), (37, 50)])
-async def test_tokens_and_logits_equal_generate(case: Case, budget: int, rows_per_write: int) -> None:
-    await check_all(case, new_engine(case, budget), rows_per_write)
+@pytest.mark.parametrize("budget", [4096, 37])
+async def test_served_at_once_all_equal_generate(case: Case, budget: int) -> None:
+    async with running(new_engine(case, budget)) as engine:
+        requests = [submit(engine, ask) for ask in case.asks]
+        for request, ask in zip(requests, case.asks, strict=True):
+            assert await tokens(request) == ask.answer.tokens
 
 
 @pytest.mark.asyncio
-async def test_preemption_changes_nothing(case: Case) -> None:
-    longest = max(len(a.prompt) for a in case.answers) + NEW_TOKENS
-    engine = new_engine(case, 4096, blocks=-(-longest // case.runner.block_size) + 2)
-    await check_all(case, engine, 10_000)
-    if not case.checkpoint.family.modalities:  # prompts of like length: the pool runs out while both decode
-        assert engine.scheduler.preemptions > 0
+async def test_a_pool_too_small_for_all_changes_no_token(case: Case) -> None:
+    longest = max(len(ask.answer.prompt) for ask in case.asks) + 12
+    async with running(new_engine(case, blocks=-(-longest // case.runner.block_size) + 6)) as engine:
+        requests = [submit(engine, ask) for ask in case.asks]
+        for request, ask in zip(requests, case.asks, strict=True):
+            assert await tokens(request) == ask.answer.tokens
 
 
 @pytest.mark.asyncio
 async def test_abort_at_any_time_frees_everything(case: Case) -> None:
-    engine = new_engine(case, 16)
-    engine.start(asyncio.get_running_loop())
-    withheld = make_request(case, 3, "withheld")
-    engine.submit(withheld)
-    running = make_request(case, 0, "running")
-    engine.submit(running)
-    await collect(running)
-    engine.abort(withheld)
-    engine.abort(withheld)
-    await asyncio.to_thread(engine.stop)
-    assert engine.scheduler.blocks.free == engine.scheduler.blocks.total
-    assert not engine.scheduler.waiting and not engine.scheduler.running
+    async with running(new_engine(case, 16)) as engine:
+        withheld = submit(engine, case.asks[2], rows=False)
+        forked = submit(engine, case.asks[1], n=3)
+        assert await tokens(submit(engine, case.asks[0])) == case.asks[0].answer.tokens
+        for request in (withheld, forked, withheld):
+            engine.abort(request)
 
 
 @pytest.mark.asyncio
-async def test_nan_rows_fail_their_own_request_only(case: Case) -> None:
-    engine = new_engine(case, 4096)
-    engine.start(asyncio.get_running_loop())
-    sick, well, later = (make_request(case, 0, name) for name in ("sick", "well", "later"))
-    sick.sequence.spans = [RowSpan(2, 3)]  # three of its rows come from outside, and are not numbers
-    engine.submit(sick)
-    engine.submit(well)
-    engine.write_rows(sick, 0, torch.full((3, case.runner.hidden_size), float("nan")))
-    assert (await collect(well))[0] == case.answers[0].tokens
-    assert isinstance(await asyncio.wait_for(sick.events.get(), 60), EngineFailure)
-    engine.submit(later)  # takes over the blocks of the sick one
-    assert (await collect(later))[0] == case.answers[0].tokens
-    await asyncio.to_thread(engine.stop)
-    assert engine.scheduler.blocks.free == engine.scheduler.blocks.total
+async def test_a_request_that_can_never_run_is_refused_with_figures(case: Case) -> None:
+    async with running(new_engine(case, 4096, blocks=3)) as engine:
+        event = [event async for event in events(submit(engine, case.asks[0]))][-1]
+        assert isinstance(event, Refused) and "blocks" in str(event) and "3" in str(event)
+
+
+@pytest.mark.asyncio
+async def test_rows_that_are_not_numbers_fail_their_own_request_only(case: Case) -> None:
+    ask = next((ask for ask in case.asks if ask.features), None)
+    if ask is None:
+        pytest.skip("a family without rows")
+    async with running(new_engine(case)) as engine:
+        sick, well = submit(engine, ask, rows=False), submit(engine, ask)
+        engine.write_rows(sick, 0, 0, torch.full_like(ask.features[0][0], float("nan")))
+        assert isinstance([event async for event in events(sick)][-1], EngineFailure)
+        assert await tokens(well) == ask.answer.tokens
+
+
+@pytest.mark.asyncio
+async def test_values_that_are_not_numbers_fail_their_own_request_only(case: Case) -> None:
+    async with running(new_engine(case, blocks=40 if not case.checkpoint.family.modalities else None)) as engine:
+        add = case.runner.merger.merge
+
+        def poisoned(prompt, media):  # type: ignore[no-untyped-def]
+            merged = add(prompt, media)
+            if prompt[-1] == 9:
+                merged.embeds = torch.full_like(merged.embeds, float("nan"))
+            return merged
+
+        case.runner.merger.merge = poisoned  # type: ignore[method-assign]
+        try:
+            sick = submit(engine, case.asks[1], prompt=[5, 6, 7, 8] * 5 + [9], media=[], digests=[])
+            well = submit(engine, case.asks[1])
+            assert isinstance([event async for event in events(sick)][-1], EngineFailure)
+            assert await tokens(well) == case.asks[1].answer.tokens
+            for ask in case.asks:  # some take over the blocks of the sick one
+                assert await tokens(submit(engine, ask)) == ask.answer.tokens
+        finally:
+            case.runner.merger.merge = add  # type: ignore[method-assign]
 
 
 @pytest.mark.asyncio
 async def test_a_seed_gives_the_same_tokens_alone_and_in_company(case: Case) -> None:
-    def sampled(name: str, seed: int) -> Request:
-        request = make_request(case, 0, name)
-        return Request(request.sequence, request.media, Sampling(temperature=0.9, top_p=0.95, top_k=50, seed=seed), True)
+    def sampled(engine: Engine, seed: int) -> Request:
+        return submit(engine, case.asks[1], sampling=Sampling(temperature=0.9, top_p=0.95, top_k=50, seed=seed))
 
-    async def run(requests: list[Request]) -> list[list[int]]:
-        engine = new_engine(case, 64)
-        engine.start(asyncio.get_running_loop())
-        for request in requests:
-            engine.submit(request)
-        results = [(await collect(r))[0] for r in requests]
-        await asyncio.to_thread(engine.stop)
-        return results
-
-    (alone,) = await run([sampled("a", 5)])
-    company = await run([sampled(str(i), i) for i in range(8)])
+    async with running(new_engine(case, 64)) as engine:
+        alone = await tokens(sampled(engine, 5))
+    async with running(new_engine(case, 64)) as engine:
+        company = [await tokens(request) for request in [sampled(engine, seed) for seed in range(8)]]
     assert company[5] == alone
     assert len({tuple(t) for t in company}) > 4
 
 
 @pytest.mark.asyncio
+async def test_several_answers_are_drawn_apart_and_end_apart(case: Case) -> None:
+    async with running(new_engine(case)) as engine:
+        request = submit(engine, case.asks[0], n=4, sampling=Sampling(temperature=1.2, seed=3))
+        seen = [event async for event in events(request)]
+        answers = [[e.choice.token for e in seen if isinstance(e, Token) and e.index == index] for index in range(4)]
+        assert len({tuple(answer) for answer in answers}) == 4
+        endings = [event for event in seen if isinstance(event, Finished)]
+        assert sorted(e.index for e in endings) == [0, 1, 2, 3] and [e.last for e in endings] == [False] * 3 + [True]
+
+
+@pytest.mark.asyncio
 async def test_length_and_stop_are_told_apart(case: Case) -> None:
-    engine = new_engine(case, 64)
-    engine.start(asyncio.get_running_loop())
-    long = make_request(case, 0, "long")
-    short = make_request(case, 0, "short")
-    short.sequence.end_token_ids = frozenset({case.answers[0].tokens[2]})
-    engine.submit(long)
-    engine.submit(short)
-    assert (await collect(long))[2].reason is Finish.LENGTH
-    tokens, _, finished = await collect(short)
-    assert finished.reason is Finish.STOP and tokens == case.answers[0].tokens[: len(tokens)]
-    await asyncio.to_thread(engine.stop)
+    ask = case.asks[0]
+    async with running(new_engine(case, 64)) as engine:
+        end = ask.answer.tokens[2]
+        long, short = submit(engine, ask), submit(engine, ask, end_token_ids=frozenset({end}))
+        assert [e.reason async for e in events(long) if isinstance(e, Finished)] == [Finish.LENGTH]
+        seen = [event async for event in events(short)]
+        expected = ask.answer.tokens[: ask.answer.tokens.index(end) + 1]
+        assert [e.choice.token for e in seen if isinstance(e, Token)] == expected
+        assert [e.reason for e in seen if isinstance(e, Finished)] == [Finish.STOP]
+
+
+@pytest.mark.asyncio
+async def test_log_probabilities_of_prompt_and_answer_are_those_of_the_oracle(case: Case) -> None:
+    ask = case.asks[1]
+    async with running(new_engine(case, 8)) as engine:
+        await tokens(submit(engine, ask))  # what it leaves in the prefix cache must not shorten the scores
+        seen = [e async for e in events(submit(engine, ask, prompt_logprobs=2, sampling=Sampling(logprobs=3)))]
+    logprobs = torch.log_softmax(ask.answer.logits, -1)
+    for step, event in enumerate(e for e in seen if isinstance(e, Token)):
+        top = logprobs[step].topk(3)
+        assert event.choice.logprob == pytest.approx(float(top.values[0]), abs=1e-4)
+        assert [token for token, _ in event.choice.top] == top.indices.tolist()
+    (scores,) = [e for e in seen if isinstance(e, PromptScores)]
+    assert [c.token for c in scores.choices] == ask.answer.prompt[1:]
+    assert all(c.logprob is not None and c.logprob <= c.top[0][1] for c in scores.choices)
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_lags_stops_its_own_request_only(case: Case) -> None:
+    async with running(new_engine(case)) as engine:
+        slow = submit(engine, case.asks[1], stream=Stream(capacity=4))
+        for _ in range(3):
+            assert await tokens(submit(engine, case.asks[0])) == case.asks[0].answer.tokens
+        assert slow.events.sent < 1 + 12  # it has not gone on
+        taken: list[Event] = []
+        while not (taken and isinstance(taken[-1], Finished)):
+            taken += await asyncio.wait_for(slow.events.take(), 60)
+            if slow.events.lagged and slow.events.caught_up:
+                engine.resume(slow)
+        assert [e.choice.token for e in taken if isinstance(e, Token)] == case.asks[1].answer.tokens
+
+
+def step_until(engine: Engine, condition: Callable[[], bool], most: int = 500) -> int:
+    """Steps by hand until something holds."""
+    for count in range(most):
+        if condition():
+            return count
+        assert engine._drain_commands(wait=False)
+        engine.step()
+    raise AssertionError("it never happened")
+
+
+def sent(engine: Engine, request: Request) -> list[Event]:
+    return [event for owner, event in engine._outbox if owner is request]
+
+
+def test_a_short_request_gets_its_first_token_while_a_long_one_decodes(case: Case) -> None:
+    engine = new_engine(case)
+    long = submit(engine, case.asks[0], max_tokens=60)
+    step_until(engine, lambda: len(sent(engine, long)) > 5)
+    short = submit(engine, case.asks[1])
+    assert step_until(engine, lambda: any(isinstance(e, Token) for e in sent(engine, short))) <= 2
+    assert not any(isinstance(e, Finished) for e in sent(engine, long))
+    step_until(engine, lambda: any(isinstance(e, Finished) for e in sent(engine, long)))
+
+
+def test_text_behind_withheld_rows_finishes_first(case: Case) -> None:
+    pictured = next((ask for ask in case.asks if ask.features), None)
+    if pictured is None:
+        pytest.skip("a family without rows")
+    engine = new_engine(case)
+    waiting = submit(engine, pictured, rows=False)
+    text = submit(engine, case.asks[1])
+    step_until(engine, lambda: any(isinstance(e, Finished) for e in sent(engine, text)))
+    assert all(isinstance(e, Accepted) for e in sent(engine, waiting))
+    write_rows(engine, waiting, pictured)
+    step_until(engine, lambda: any(isinstance(e, Finished) for e in sent(engine, waiting)))
+    assert [e.choice.token for e in sent(engine, waiting) if isinstance(e, Token)] == pictured.answer.tokens

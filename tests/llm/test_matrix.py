@@ -48,6 +48,17 @@ class Stepped:
         self, asks: list[Ask], n: int = 1, rows: int = 10_000, before_step: Callable[[int], None] = lambda step: None
     ) -> None:
         """Serve all at once: tokens and every step's logits equal the oracle's, and everything is given back."""
+        assert self.tokens(asks, n, rows, before_step) == [[ask.answer.tokens] * n for ask in asks]
+
+    def tokens(
+        self,
+        asks: list[Ask],
+        n: int = 1,
+        rows: int = 10_000,
+        before_step: Callable[[int], None] = lambda step: None,
+        check: bool = True,
+    ) -> list[list[list[int]]]:
+        """Serve all at once: the tokens of every answer. ``check``: every step's logits are the oracle's."""
         requests = [Request(ask.arguments(str(i), n=n)) for i, ask in enumerate(asks)]
         tokens: list[list[list[int]]] = [[[] for _ in range(n)] for _ in asks]
         arriving = [(request, self._pieces(ask, rows)) for request, ask in zip(requests, asks, strict=True)]
@@ -60,7 +71,7 @@ class Stepped:
                     self.engine.write_rows(request, item, feature, part)
             assert self.engine._drain_commands(wait=False)
             before_step(self.steps)
-            self._step({id(r.arguments.prompt): ask for r, ask in zip(requests, asks, strict=True)})
+            self._step({id(r.arguments.prompt): ask for r, ask in zip(requests, asks, strict=True)} if check else {})
             for request, event in self.engine._outbox:
                 match event:
                     case Token():
@@ -72,9 +83,9 @@ class Stepped:
                         assert isinstance(event, Accepted), event
             self.engine._outbox.clear()
             self.scheduler.check_integrity()
-        assert tokens == [[ask.answer.tokens] * n for ask in asks]
         assert all(pool.available == pool.total for pool in self.scheduler.kv.pools)
         assert not self.runner._prompts
+        return tokens
 
     def _step(self, asks: dict[int, Ask]) -> None:
         self.steps += 1
@@ -85,8 +96,8 @@ class Stepped:
         output = self.runner.run(chunks)
         assert not output.broken
         for chunk, row in zip(output.sampling, output.logits, strict=True):
-            expected = asks[id(chunk.sequence.prompt)].answer.logits[len(chunk.sequence.output)]
-            assert float((row - expected).abs().max()) < TOLERANCE
+            if ask := asks.get(id(chunk.sequence.prompt)):
+                assert float((row - ask.answer.logits[len(chunk.sequence.output)]).abs().max()) < TOLERANCE
         self.engine._postprocess(chunks, output)
         self.largest = max(self.largest, len(chunks))
 

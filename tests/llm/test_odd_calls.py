@@ -17,7 +17,8 @@ import torch
 from services.common.errors import ServiceError
 from services.common.interceptor import ServiceInterceptor
 from services.llm.config import LlmConfig
-from services.llm.sampler import Choice, Sampling, TokenChooser, choose
+from services.llm.logprobs import Choice
+from services.llm.sampler import TokenChooser, choose
 from services.llm.service import LlmService
 from services.models.media import Modality
 from triptych.common.v1 import media_pb2, sampling_pb2
@@ -150,12 +151,3 @@ async def test_an_engine_that_dies_says_so(checkpoint_dir: Dirs, monkeypatch: py
         call = client.generate("last", [1, 2])
         await asyncio.wait_for(died.wait(), 5)
         call.cancel()
-
-
-@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-4])
-def test_however_cold_the_likeliest_token_is_chosen(temperature: float) -> None:
-    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    for filters in ({}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}):
-        chooser = TokenChooser(Sampling(temperature=temperature, **filters), [], frozenset())  # type: ignore[arg-type]
-        (choice,) = choose([chooser], logits[None])
-        assert choice is not None and choice.token == int(logits.argmax())

@@ -96,7 +96,7 @@ def test_everything_said(text: Reader) -> None:
 
 def test_media(qwen: Reader) -> None:
     found = qwen.read(span(digest=b"d" * 32), span(7), token_ids=[5, 6, 7, *[qwen.image] * 8, 8])
-    assert found.media == [MediaRun(Modality.IMAGE, offset, 4, Grid(1, 4, 4)) for offset in (3, 7)]
+    assert found.media == [MediaRun(Modality.IMAGE, offset, 4, Grid(1, 4, 4), 1.0, 4) for offset in (3, 7)]
     assert found.digests == [b"d" * 32, b""]
 
 

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from services.llm import sampler
+from services.llm.logprobs import Choice, prompt_logprobs
 from services.llm.occurrences import Occurrences
-from services.llm.sampler import Choice, Sampling, TokenChooser, choose, prompt_logprobs
+from services.llm.sampler import Sampling, TokenChooser, choose
 
 VOCAB = 3000
 
@@ -263,6 +264,15 @@ def test_logits_of_impossible_tokens_are_numbers() -> None:
     logits = torch.full((2, 5), -torch.inf)
     logits[:, 3] = 0
     assert choose([chooser(), chooser(temperature=1.0)], logits) == [Choice(3), Choice(3)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 1}], ids=str)
+def test_a_row_without_a_token_left_fails_alone(sampling: dict[str, Any]) -> None:
+    logits = torch.full((2, 5), -torch.inf)
+    logits[:, 3] = 0
+    choosers = [chooser(**sampling), chooser(ends=(3,), min_tokens=1, **sampling)]
+    choices = choose(choosers, logits)
+    assert choices[0] is not None and choices[0].token == 3 and choices[1] is None and choosers[1].failure
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

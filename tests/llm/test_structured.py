@@ -240,3 +240,14 @@ def test_a_failing_grammar_fails_its_own_answer_only(checkpoint_dir: Dirs) -> No
     assert choices[0] is None and choices[1] and choices[2]
     assert "constraint" in str(choosers[0].failure) and choosers[2].failure is None
     grammars.close()
+
+
+def test_an_ambiguous_grammar_gives_up_before_it_holds_up_others(checkpoint_dir: Dirs) -> None:
+    harness = Harness(open_checkpoint(str(checkpoint_dir("llama"))))
+    state = harness.compile("grammar", 'start: s\ns: s s s s s | s s s | s s | "a" | ').start()
+    a = harness.tokenizer.token_to_id("a")
+    with pytest.raises(GrammarFailure, match="too complex"):
+        for _ in range(1000):  # each step has more ways to read the text than the one before
+            state.accept(a)
+            state.mask()
+    harness.grammars.close()

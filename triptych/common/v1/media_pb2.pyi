@@ -103,7 +103,7 @@ Global___EmbeddingRef: _TypeAlias = EmbeddingRef  # noqa: Y015
 
 @_typing.final
 class Span(_message.Message):
-    """A run of placeholder tokens in the prompt that stands for one media item."""
+    """A run of placeholder tokens in the prompt that stands for one media item, or for some of its rows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -113,17 +113,27 @@ class Span(_message.Message):
     GRID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     REF_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_GRID_FIELD_NUMBER: _builtins.int
+    FIRST_ROW_FIELD_NUMBER: _builtins.int
     modality: Global___Modality.ValueType
     """What the item is."""
     offset: _builtins.int
     """Index of the run's first token in the prompt."""
     rows: _builtins.int
-    """Number of tokens in the run, which is the number of embedding rows."""
+    """Number of embedding rows, which is the number of tokens in the run; in cross-attention families the run is one token."""
     digest: _builtins.bytes
     """SHA-256 of the item's bytes: 32 bytes."""
+    seconds_per_grid: _builtins.float
+    """Video: seconds between two steps of grid.t, for families whose positions follow time; 0 means 1."""
+    first_row: _builtins.int
+    """The first of the ref's rows that this run stands for. An item whose placeholders stand in several runs (tiles with tags
+    between them, frames with times) has one span per run, all with the same ref; together they stand for all of its rows.
+    """
     @_builtins.property
     def grid(self) -> Global___Grid:
-        """The item's grid, for families whose positions depend on it."""
+        """The run's grid, for families whose positions depend on it. In cross-attention families t is the number of tiles that hold
+        picture.
+        """
 
     @_builtins.property
     def ref(self) -> Global___EmbeddingRef:
@@ -138,10 +148,12 @@ class Span(_message.Message):
         grid: Global___Grid | None = ...,
         digest: _builtins.bytes = ...,
         ref: Global___EmbeddingRef | None = ...,
+        seconds_per_grid: _builtins.float = ...,
+        first_row: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "modality", b"modality", "offset", b"offset", "ref", b"ref", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_row", b"first_row", "grid", b"grid", "modality", b"modality", "offset", b"offset", "ref", b"ref", "rows", b"rows", "seconds_per_grid", b"seconds_per_grid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
