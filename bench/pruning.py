@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import io
 import json
 import os
@@ -252,8 +251,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"embedded model, {len(asked)} questions about drawings\n\n{table(workloads['embedded'])}\n", flush=True)
         if args.pictures:
             options = ["--hidden-size", "256", "--layers", "8", "--shard-size", "1GB"]
-            with contextlib.redirect_stdout(io.StringIO()):
-                made = make_checkpoint(["--family", "qwen2_vl", "--out", f"{folder}/long", *options])
+            made = make_checkpoint(["--family", "qwen2_vl", "--out", f"{folder}/long", *options])
             assert made == 0, "no checkpoint was written"
             checkpoint = open_checkpoint(f"{folder}/long")
             asked = list(long(checkpoint, args.pictures, args.side))

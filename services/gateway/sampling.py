@@ -37,7 +37,7 @@ class Sampling:
     ignore_eos: bool
     include_first_logits: bool
     priority: int
-    visual_token_keep: float
+    visual_token_keep: float | None
     constraint: Mapping[str, Any]
 
 
@@ -77,7 +77,7 @@ def read_sampling(params: sampling_pb2.SamplingParams, generation: Mapping[str, 
         ignore_eos=params.ignore_eos,
         include_first_logits=params.include_first_logits,
         priority=params.priority,
-        visual_token_keep=params.visual_token_keep if params.HasField("visual_token_keep") else 1.0,
+        visual_token_keep=params.visual_token_keep if params.HasField("visual_token_keep") else None,
         constraint={constraint: getattr(params, constraint)} if constraint else {},
     )
 
