@@ -74,7 +74,7 @@ def test_placements_cover_the_placeholders(checkpoint_dir: Directory) -> None:
     layout = PromptLayout(open_checkpoint(str(checkpoint_dir("qwen2_vl"))))
     plans = [layout.checkpoint.plan_image(*size) for size in [(56, 56), (280, 140), (900, 31)]]
     prompt = layout.lay_out([Turn("user", (plans[0], "a", plans[1])), Turn("assistant", ("b",)), Turn("user", (plans[2], "c"))])
-    [placeholder] = [layout.checkpoint.placeholder_id(m) for m in layout.checkpoint.family.modalities]
+    placeholder = layout.checkpoint.placeholder_id(plans[0].modality)
     covered = [i for p in prompt.placements for i in range(p.offset, p.offset + p.plan.rows)]
     assert covered == [i for i, token in enumerate(prompt.token_ids) if token == placeholder]
     assert [p.plan for p in prompt.placements] == plans
