@@ -135,9 +135,6 @@ class KvCache:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give ``child`` tables that share every block of ``parent``; whoever writes first copies."""
         child.tables = [pool.fork(table) for pool, table in zip(self.pools, parent.tables, strict=True)]
-        child.computed, child.started = parent.computed, parent.started
-        child.published, child.edge = parent.published, parent.edge
-        child.keys = parent.keys.copy()
         parent.room = child.room = 0
 
     def release(self, sequence: Sequence, poisoned: bool = False) -> None:

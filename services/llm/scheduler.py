@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.llm.kv_cache import KvCache
 from services.llm.sequence import Sequence, Status
@@ -140,13 +140,8 @@ class Scheduler:
         parent.n = 1
         children = []
         for name in ids:
-            child = Sequence(
-                name, parent.prompt, parent.max_tokens, parent.end_token_ids, parent.min_tokens, parent.priority,
-                1, parent.spans, parent.atoms, parent.salt, parent.cross_rows, parent.dropped, parent.drop_from,
-                parent.cacheable,
-            )  # fmt: skip
-            child.cached, child.arrival = parent.cached, parent.arrival
-            child.status, child.slot = Status.RUNNING, heapq.heappop(self._free_slots)
+            slot = heapq.heappop(self._free_slots)
+            child = replace(parent, id=name, slot=slot, output=[], tables=[], keys=parent.keys.copy())
             self.kv.fork(parent, child)
             self.running.append(child)
             children.append(child)

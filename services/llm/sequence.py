@@ -6,6 +6,7 @@ import enum
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from services.llm.block_manager import BlockTable
 
@@ -109,6 +110,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         assert self.prompt and self.max_tokens > 0 and self.n > 0 and 0 <= self.dropped <= len(self.prompt) - self.drop_from
+        assert all(a.offset + a.tokens <= b.offset for a, b in pairwise(self.spans)) and self.atoms == sorted(self.atoms)
         if self.dropped:
             inside = [a for a in self.atoms if a[1] > self.drop_from]
             start = min([self.drop_from, *(a[0] for a in inside)])

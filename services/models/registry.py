@@ -78,8 +78,13 @@ class Family:
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
-        """What it takes besides text."""
+        """What the language model takes besides text."""
         return tuple(self.placeholders)
+
+    @property
+    def countable(self) -> tuple[Modality, ...]:
+        """What can be counted before it is encoded, and so what the gateway and the encoder take."""
+        return (Modality.IMAGE,) if self.image else ()
 
 
 _IMAGE, _VIDEO, _AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO

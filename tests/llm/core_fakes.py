@@ -6,9 +6,8 @@ A wrong block, a missed copy, a wrong prefix hit or a block that was given back 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 
 from services.llm.block_manager import NO_BLOCK
 from services.llm.kv_cache import KvCache
@@ -19,7 +18,6 @@ from services.llm.sequence import RowSpan, Sequence, Status
 NAN = None  # not a number: whatever reads it becomes it
 PLACEHOLDER, END, NAN_TOKEN, VOCAB = 1, 0, 53, 40
 TEXT, ROW, KEPT, CROSSED = range(4)  # what a value stands for; numbers, since their hashes are the same in every process
-BOOK = [2 + (i * i) % 11 for i in range(29)]
 Value = int | None
 
 
@@ -93,6 +91,11 @@ def layer(
     return out
 
 
+def layers(groups: list[LayerGroup]) -> list[int]:
+    """The group of every layer: two per group that passes on every token, since only the second keeps what the first read."""
+    return [i for i, g in enumerate(groups) for _ in range(2 if g.kind in (Kind.FULL, Kind.SLIDING) else 1)]
+
+
 def cross_values(request: Request) -> list[Value]:
     """The rows that cross-attention reads."""
     spans = request.sequence.spans
@@ -110,11 +113,12 @@ def expected(groups: list[LayerGroup], request: Request, answer: int) -> list[in
     spans = [RowSpan(s.offset, s.rows, s.rows, s.digest, s.tokens) for s in model.spans]
     s = Sequence("alone", model.prompt, model.max_tokens, model.end_token_ids, model.min_tokens, spans=spans)
     s.atoms, s.cross_rows, s.dropped, s.drop_from = model.atoms, model.cross_rows, model.dropped, model.drop_from
-    stores: list[list[Value]] = [cross_values(request) if g.kind is Kind.CROSS else [] for g in groups]
+    model_groups = [groups[i] for i in layers(groups)]
+    stores: list[list[Value]] = [cross_values(request) if g.kind is Kind.CROSS else [] for g in model_groups]
     while s.finish is None:
         tokens = list(range(s.computed, s.length))
         hidden = {t: embedding(request, s, t) for t in tokens}
-        for group, store in zip(groups, stores, strict=True):
+        for group, store in zip(model_groups, stores, strict=True):
 
             def write(place: int, value: Value, store: list[Value] = store) -> None:
                 assert place == len(store)
@@ -133,18 +137,20 @@ def expected(groups: list[LayerGroup], request: Request, answer: int) -> list[in
 
 
 class FakeModel:
-    """Runs chunks over ``pools[group][block][row]``, which it reads and writes through block tables alone."""
+    """Runs chunks over ``pools[layer][block][row]``, which it reads and writes through block tables alone."""
 
     def __init__(self, kv: KvCache) -> None:
-        self.kv = kv
-        self.pools: list[list[list[Value]]] = [[[0] * kv.block_size for _ in range(g.blocks)] for g in kv.groups]
+        self.kv, self.layers = kv, layers(kv.groups)
+        self.pools: list[list[list[Value]]] = [[[0] * kv.block_size for _ in range(kv.groups[i].blocks)] for i in self.layers]
 
     def prepare(self) -> None:
         """Copies, then clearings, as they are due before a step."""
         for group, source, block in self.kv.take_copies():
-            self.pools[group][block] = list(self.pools[group][source])
+            for pool in self._pools(group):
+                pool[block] = list(pool[source])
         for group, block in self.kv.take_stale():
-            self.pools[group][block] = [0] * self.kv.block_size
+            for pool in self._pools(group):
+                pool[block] = [0] * self.kv.block_size
 
     def run(self, chunks: list[Chunk], requests: dict[str, Request]) -> dict[str, Value]:
         """The last token's final value, per sequence."""
@@ -152,38 +158,42 @@ class FakeModel:
         for chunk in chunks:
             s, request = chunk.sequence, requests[chunk.sequence.id]
             tokens = range(chunk.start, chunk.start + chunk.count)
-            if chunk.start == s.started and s.cross_rows:
-                assert all(span.arrived == span.rows for span in s.spans), "cross rows are missing"
-                index = next(i for i, g in enumerate(self.kv.groups) if g.kind is Kind.CROSS)
-                for place, value in enumerate(cross_values(request)):
-                    self._write(index, s, place, value)
             hidden = {t: embedding(request, s, t) for t in tokens}
-            for index, group in enumerate(self.kv.groups):
+            for number, index in enumerate(self.layers):
+                group = self.kv.groups[index]
+                if group.kind is Kind.CROSS and chunk.start == s.started:
+                    assert all(span.arrived == span.rows for span in s.spans), "cross rows are missing"
+                    for place, value in enumerate(cross_values(request)):
+                        self._write(number, s, place, value)
 
-                def write(place: int, value: Value, index: int = index, s: Sequence = s) -> None:
-                    self._write(index, s, place, value)
+                def write(place: int, value: Value, number: int = number, s: Sequence = s) -> None:
+                    self._write(number, s, place, value)
 
-                def read(first: int, stop: int, index: int = index, s: Sequence = s) -> list[Value]:
-                    return self._read(index, s, first, stop)
+                def read(first: int, stop: int, number: int = number, s: Sequence = s) -> list[Value]:
+                    return self._read(number, s, first, stop)
 
                 hidden = layer(group, s, list(hidden), hidden, request, write, read)
             last[s.id] = hidden[tokens[-1]]
         return last
 
-    def _write(self, index: int, s: Sequence, place: int, value: Value) -> None:
+    def _pools(self, group: int) -> list[list[list[Value]]]:
+        return [pool for pool, index in zip(self.pools, self.layers, strict=True) if index == group]
+
+    def _write(self, number: int, s: Sequence, place: int, value: Value) -> None:
+        index = self.layers[number]
         block = s.tables[index].blocks[place // self.kv.block_size]
         assert self.kv.pools[index].references(block) == 1, f"{s.id} writes block {block}, which others hold"
-        self.pools[index][block][place % self.kv.block_size] = value
+        self.pools[number][block][place % self.kv.block_size] = value
 
-    def _read(self, index: int, s: Sequence, first: int, stop: int) -> list[Value]:
+    def _read(self, number: int, s: Sequence, first: int, stop: int) -> list[Value]:
         """Rows ``[first, stop)``. Like attention with a mask, it also sees what stands beside them in their blocks."""
         size, rows = self.kv.block_size, list[Value]()
         if stop <= first:
             return rows
-        blocks = s.tables[index].blocks[first // size : (stop - 1) // size + 1]
+        blocks = s.tables[self.layers[number]].blocks[first // size : (stop - 1) // size + 1]
         assert NO_BLOCK not in blocks, f"{s.id} lacks a block that it reads"
         for block in blocks:
-            rows += self.pools[index][block]
+            rows += self.pools[number][block]
         head = first % size
         beside = rows[:head] + rows[head + stop - first :]
         rows = rows[head : head + stop - first]
@@ -258,7 +268,7 @@ class FakeEngine:
         assert len({c.sequence.id for c in chunks}) == len(chunks) <= scheduler.max_sequences
         for c in chunks:
             assert c.sequence.status is Status.RUNNING and c.count > 0 and c.start == c.sequence.computed
-            assert c.sequence.atom_at(c.start + c.count) is None, "a chunk ends inside an atom"
+            assert c.sequence.atom_at(c.start) is None and c.sequence.atom_at(c.start + c.count) is None, "an atom is cut"
         for index, (group, pool) in enumerate(zip(kv.groups, kv.pools, strict=True)):
             holders: dict[int, list[tuple[int, Sequence]]] = {}
             for s in scheduler.running:
@@ -298,94 +308,3 @@ class FakeEngine:
                 right = expected(self.kv.groups, request, i)
                 assert s.output == (right[: len(s.output)] if request.ended else right), f"{s.id}: {s.output}, not {right}"
             assert request.ended or len(request.answers) == request.asked
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a model family looks like to the core."""
-
-    kinds: tuple[tuple[Kind, int | None], ...]
-    atoms: str = "none"  # none, items, prompt
-
-    def has(self, kind: Kind) -> bool:
-        return any(k is kind for k, _ in self.kinds)
-
-
-FULL, CROSS, PRUNED = (Kind.FULL, None), (Kind.CROSS, None), (Kind.PRUNED, None)
-
-
-def sliding(window: int) -> tuple[Kind, int]:
-    return Kind.SLIDING, window
-
-
-FAMILIES = (
-    Family((FULL,)),
-    Family((FULL,), "items"),
-    Family((FULL,), "prompt"),
-    Family((sliding(5), FULL)),
-    Family((sliding(9), FULL), "items"),
-    Family((sliding(6),)),
-    Family((FULL, CROSS)),
-    Family((sliding(4), CROSS)),
-    Family((FULL, PRUNED)),
-    Family((FULL, PRUNED), "items"),
-    Family((sliding(7), FULL, PRUNED)),
-)
-
-
-def random_engine(random: Random, family: Family) -> FakeEngine:
-    """Pools between ample and barely enough, any budget, any number of slots, cache on or off."""
-    size = random.choice((1, 2, 3, 4, 4, 8))
-    low, high = random.choice(((24, 40), (40, 60), (60, 150), (200, 400)))
-    groups = [LayerGroup(kind, max(2, -(-random.randint(low, high) // size)), window) for kind, window in family.kinds]
-    kv = KvCache(groups, size, b"model", random.random() < 0.8)
-    slots = random.randint(1, 5)
-    budget = max(slots, random.choice((3, 7, 16, 64)))
-    if family.atoms != "none":
-        budget = max(budget, random.choice((6, 16, 48)))
-    return FakeEngine(Scheduler(kv, budget, slots, random.choice((1, 2, 16)), random.choice((0.0, 0.01, 0.2))))
-
-
-def random_request(random: Random, family: Family, number: int, history: Iterable[Request]) -> Request:
-    """A prompt of pieces out of a small book, or a further turn of an earlier request, with media and everything else."""
-    cross = family.has(Kind.CROSS)
-    prompt: list[int] = []
-    spans: list[RowSpan] = []
-    contents: list[int] = []
-    earlier = [r for r in history if len(r.sequence.prompt) < 40]
-    if earlier and random.random() < 0.5:
-        turn = random.choice(earlier)
-        prompt = turn.sequence.prompt + random.choice(turn.answers).output[: random.choice((0, 99))]
-        spans = [RowSpan(s.offset, s.rows, 0, s.digest, s.tokens) for s in turn.sequence.spans]
-        contents = turn.contents.copy()
-    else:
-        prompt = BOOK[: random.choice((0, 3, 8, 13))]
-    for _ in range(random.randint(0 if prompt else 1, 4)):
-        piece = random.randrange(6)
-        if piece < 2 and len(spans) < 3:
-            look = random.randrange(5)  # three pictures that come back, and pictures without a digest
-            rows = (4, 4, 6, 2, 5)[look]
-            shared = look < 3
-            tokens = 1 if cross else rows
-            spans.append(RowSpan(len(prompt), rows, 0, b"digest %d" % look if shared else b"", tokens))
-            contents.append(look if shared else 100 + 4 * number + len(spans))
-            prompt += [PLACEHOLDER] * tokens
-        else:
-            prompt += [BOOK[(piece * 5 + i) % len(BOOK)] for i in range(random.choice((1, 4, 8)))]
-    if random.random() < 0.03:
-        prompt.append(NAN_TOKEN)
-    atoms = [(s.offset, s.offset + s.tokens) for s in spans if s.tokens > 1] if family.atoms == "items" else []
-    if family.atoms == "prompt":
-        atoms = [(0, len(prompt))]
-    dropped = drop_from = 0
-    if family.has(Kind.PRUNED) and spans and random.random() < 0.7:
-        drop_from = spans[-1].offset
-        dropped = random.randint(0, min(spans[-1].tokens, len(prompt) - 1 - drop_from))
-    s = Sequence(
-        str(number), prompt, random.choice((1, 4, 12, 24)), frozenset({END}),
-        min_tokens=random.choice((0, 0, 3)), priority=random.choice((0, 0, 0, 1, 2)), n=random.choice((1, 1, 1, 2, 3)),
-        spans=spans, atoms=atoms, salt=b"tenant" if random.random() < 0.1 else b"",
-        cross_rows=sum(x.rows for x in spans) if cross else 0, dropped=dropped, drop_from=drop_from if dropped else 0,
-        cacheable=random.random() < 0.95,
-    )  # fmt: skip
-    return Request(s, contents)

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from tests.llm.core_fakes import FAMILIES, FakeEngine, random_engine, random_request
+from tests.llm.core_draws import FAMILIES, random_engine, random_request
+from tests.llm.core_fakes import FakeEngine
 
 PLANS, PARTS = 10_000, 10
 
