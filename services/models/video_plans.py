@@ -9,7 +9,6 @@ then; times are always those of the frames themselves.
 from __future__ import annotations
 
 import math
-import struct
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,7 +53,7 @@ def _qwen2_indices(clip: Clip, sampling: Sampling, processor: Settings, pair: in
         most = min(int(processor.get("max_frames", 768)), total) // pair * pair
         wanted = min(max(_at_rate(clip, sampling), int(processor.get("min_frames", 4))), most, total)
         count = math.floor(wanted / pair) * pair
-    return _steps(0.0, total, min(count, total))
+    return _steps(total, min(count, total))
 
 
 def omni_video(clip: Clip, sampling: Sampling, config: Settings, processor: Settings) -> ItemPlan:
@@ -149,7 +148,7 @@ def llava_onevision_video(clip: Clip, sampling: Sampling, config: Settings, proc
     check_aspect(clip.width, clip.height)
     total = clip.frames
     count = min(max(sampling.frames or int(_at_rate(clip, sampling)), 1), total)
-    indices = _choose(clip, sampling, lambda: [i * total // count for i in range(count)])
+    indices = _choose(clip, sampling, lambda: _steps(total, count))
     view = int(processor["num_image_tokens"])
     rows = len(indices) * math.ceil(math.isqrt(view) / 2) ** 2 + 1
     return ItemPlan(
@@ -172,8 +171,11 @@ def internvl_video(clip: Clip, sampling: Sampling, config: Settings, processor: 
     total = clip.frames
     count = min(max(sampling.frames or int(_at_rate(clip, sampling)), 1), total)
     shift = processor.get("initial_shift", True)
-    start_at = total / count / 2 if shift is True else float(shift or 0)
-    indices = _choose(clip, sampling, lambda: _steps(start_at, total, count))
+    if shift is True:
+        indices = _choose(clip, sampling, lambda: [(2 * i + 1) * total // (2 * count) for i in range(count)])
+    else:
+        first = int(shift or 0)
+        indices = _choose(clip, sampling, lambda: [first + i for i in _steps(total, count) if first + i < total])
     each = int(processor.get("image_seq_length", 256))
     start, end = processor.get("start_image_token", "<img>"), processor.get("end_image_token", "</img>")
     runs: list[str | int] = []
@@ -190,16 +192,10 @@ def internvl_video(clip: Clip, sampling: Sampling, config: Settings, processor: 
     )  # fmt: skip
 
 
-def _steps(start: float, total: int, count: int) -> list[int]:
-    """As ``torch.arange(start, total, total / count).int()``: steps in single precision, cut to whole numbers."""
-    if count < 1:
-        return list(range(total))
-    step = total / count
-    return [int(_single(start + i * step)) for i in range(math.ceil((total - start) / step))]
-
-
-def _single(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])
+def _steps(total: int, count: int) -> list[int]:
+    """As ``torch.arange(0, total, total / count).int()``, whose single-precision steps can miss a whole frame by one: how wide a
+    CPU's registers are decides it there, so here the steps are exact."""
+    return [i * total // count for i in range(count)] if count else list(range(total))
 
 
 def _at_rate(clip: Clip, sampling: Sampling) -> float:
