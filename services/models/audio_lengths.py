@@ -15,7 +15,7 @@ AudioScheme = Callable[[int, Settings, Settings], ItemPlan]  # samples at RATE, 
 def qwen2_audio_frames(samples: int, config: Settings, processor: Settings) -> ItemPlan:
     """Qwen2-Audio and Qwen2.5-Omni: mel frames of 10 ms, halved by a convolution and halved again by pooling.
 
-    Source: Chu et al., "Qwen2-Audio" (arXiv 2407.10759), section 2; ``Qwen2AudioProcessor._process_audio``,
+    Source: Chu et al., "Qwen2-Audio" (arXiv 2407.10759); ``Qwen2AudioProcessor._process_audio``,
     ``Qwen2_5OmniProcessor._process_audio`` and ``WhisperFeatureExtractor`` of transformers 5.24, which cuts off what is longer
     than its chunk (30 and 300 seconds): ``samples`` of the plan says how much is heard.
 
@@ -35,7 +35,7 @@ def qwen2_audio_frames(samples: int, config: Settings, processor: Settings) -> I
 def voxtral_windows(samples: int, config: Settings, processor: Settings) -> ItemPlan:
     """Voxtral: every started window of 30 seconds has the same number of rows.
 
-    Source: "Voxtral" (arXiv 2507.13264), section 2; ``VoxtralProcessor._retrieve_input_features`` and
+    Source: "Voxtral" (arXiv 2507.13264); ``VoxtralProcessor._retrieve_input_features`` and
     ``VoxtralForConditionalGeneration.get_audio_features`` of transformers 5.24.
 
     Raises:

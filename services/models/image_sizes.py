@@ -109,7 +109,7 @@ def class_tokens(config: Settings, processor: Settings) -> int:
 def paligemma_fixed(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
     """PaliGemma: every picture is squeezed into one square.
 
-    Source: Beyer et al., "PaliGemma" (arXiv 2407.07726), section 3.1, and ``PaliGemmaProcessor.replace_image_token`` of
+    Source: Beyer et al., "PaliGemma" (arXiv 2407.07726), and ``PaliGemmaProcessor.replace_image_token`` of
     transformers 5.24.
 
     Raises:

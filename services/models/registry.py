@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
             "qwen2_5_vl",
             "Qwen2_5_VLForConditionalGeneration",
             image=each(image_sizes.qwen_smart_resize),
-            video=video_plans.qwen2_video,
+            video=video_plans.qwen2_5_video,
             sampling=_TWO_A_SECOND,
             placeholders=_QWEN_VISION,
             towers=("visual",),

@@ -36,7 +36,7 @@ def llava_next_anyres(width: int, height: int, config: Settings, processor: Sett
 def llava_onevision_anyres(pictures: Sequence[Picture], config: Settings, processor: Settings) -> list[ItemPlan]:
     """LLaVA-OneVision: a picture that is alone is tiled and shrunk to some tiles' worth; of several each is one tile.
 
-    Source: Li et al., "LLaVA-OneVision" (arXiv 2408.03326), section 3.2, and ``LlavaOnevisionProcessor.replace_image_token``
+    Source: Li et al., "LLaVA-OneVision" (arXiv 2408.03326), and ``LlavaOnevisionProcessor.replace_image_token``
     of transformers 5.24; its own ``_get_num_multimodal_tokens`` does not know of several pictures.
 
     Raises:
@@ -103,7 +103,7 @@ def _without_padding(width: int, height: int, lines: int, columns: int) -> tuple
 def internvl_tiles(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
     """InternVL: the grid of tiles whose shape is closest to the picture's, and the whole view where there are several.
 
-    Source: Chen et al., "How Far Are We to GPT-4V?" (arXiv 2404.16821), section 3.3, and ``get_optimal_tiled_canvas`` in
+    Source: Chen et al., "How Far Are We to GPT-4V?" (arXiv 2404.16821), and ``get_optimal_tiled_canvas`` in
     ``image_processing_got_ocr2`` of transformers 5.24. ``InternVLProcessor`` always cuts, whatever the settings say.
 
     Raises:
@@ -148,7 +148,7 @@ def _closest_shape(width: int, height: int, tile_area: int, grids: Sequence[tupl
 def idefics3_tiles(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
     """Idefics3 and SmolVLM: tiles between tags of row and column, a line of text a row of them, then the whole view.
 
-    Source: Laurencon et al., "Building and better understanding vision-language models" (arXiv 2408.12637), section 3.2,
+    Source: Laurencon et al., "Building and better understanding vision-language models" (arXiv 2408.12637),
     and ``Idefics3ImageProcessor._preprocess`` of transformers 5.24: the picture is scaled to the longest edge first, small
     ones up. Its own ``get_number_of_image_patches`` rounds the short side otherwise.
 
@@ -202,7 +202,7 @@ def _scaled_to(width: int, height: int, longest: int) -> tuple[int, int]:
 def mllama_tiles(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
     """Llama 3.2 Vision: the canvas of tiles that enlarges least, else shrinks least. One token stands for all states.
 
-    Source: "The Llama 3 Herd of Models" (arXiv 2407.21783), section 7, and ``get_optimal_tiled_canvas`` in
+    Source: "The Llama 3 Herd of Models" (arXiv 2407.21783), and ``get_optimal_tiled_canvas`` in
     ``image_processing_mllama`` of transformers 5.24. The tower makes states of unused tiles too; nothing reads them.
 
     Raises:
@@ -227,7 +227,7 @@ def mllama_tiles(width: int, height: int, config: Settings, processor: Settings)
 def phi4_crops(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
     """Phi-4 multimodal: crops without the patches of their padding, a newline a line, a separator, the whole view.
 
-    Source: "Phi-4-Mini Technical Report" (arXiv 2503.01743), section 3, and ``dynamic_preprocess`` in
+    Source: "Phi-4-Mini Technical Report" (arXiv 2503.01743), and ``dynamic_preprocess`` in
     ``image_processing_phi4_multimodal`` of transformers 5.24. The whole view's 16 x 16 rows are fixed there too.
 
     Raises:
@@ -268,7 +268,7 @@ def _every_second(patches: int, crops: int, padding: int) -> int:
 def gemma3_pan_and_scan(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
     """Gemma 3: one square view, and crops along the longer side where pan and scan is turned on and the picture is long.
 
-    Source: "Gemma 3 Technical Report" (arXiv 2503.19786), section 2.1; ``pan_and_scan_batched`` in
+    Source: "Gemma 3 Technical Report" (arXiv 2503.19786); ``pan_and_scan_batched`` in
     ``image_processing_gemma3`` and ``Gemma3Processor.replace_image_token`` of transformers 5.24.
 
     Raises:

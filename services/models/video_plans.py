@@ -2,8 +2,8 @@
 the processors.
 
 A plan is made once, from headers: indices, times, rows and grid come from one list, and whoever decodes uses the indices as
-they are. Where frames come at an uneven rate, indices are chosen as if it were even and each is replaced by the frame shown
-then; times are always those of the frames themselves.
+they are. Where frames come at an uneven rate, indices are chosen as if it were even and each is replaced by the frame nearest
+to that time; times are always those of the frames themselves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ OMNI_FPS = 2.0
 
 
 def qwen2_video(clip: Clip, sampling: Sampling, config: Settings, processor: Settings) -> ItemPlan:
-    """Qwen2-VL and Qwen2.5-VL: frames in pairs, every frame resized like a picture.
+    """Qwen2-VL: frames in pairs, every frame resized like a picture.
 
-    Source: Wang et al., "Qwen2-VL" (arXiv 2409.12191), section 2.1, and ``Qwen2VLVideoProcessor`` of transformers 5.24; the
-    seconds of a pair are those of ``Qwen2_5_VLProcessor._process_videos``. Where fewer frames than a pair are left, the
-    processor divides by zero; here all frames are taken.
+    Source: Wang et al., "Qwen2-VL" (arXiv 2409.12191), and ``Qwen2VLVideoProcessor`` of transformers 5.24. Where fewer frames
+    than a pair are left, the processor divides by zero or fails; here it is a pair, or all there are.
 
     Raises:
         UnsupportedSize: one side is more than 200 times the other.
@@ -41,8 +40,7 @@ def qwen2_video(clip: Clip, sampling: Sampling, config: Settings, processor: Set
         high = max(min(high, budget * pair // len(indices)), int(low * 1.05))
     h, w = smart_resize(clip.width, clip.height, patch * merge, low, high)
     grid = Grid(math.ceil(len(indices) / pair), h // patch, w // patch)
-    sampled_fps = len(indices) / clip.frames * clip.fps
-    return _in_patches(clip, indices, grid, merge, pair / sampled_fps)
+    return _in_patches(clip, indices, grid, merge)
 
 
 def _qwen2_indices(clip: Clip, sampling: Sampling, processor: Settings, pair: int) -> list[int]:
@@ -53,7 +51,20 @@ def _qwen2_indices(clip: Clip, sampling: Sampling, processor: Settings, pair: in
         most = min(int(processor.get("max_frames", 768)), total) // pair * pair
         wanted = min(max(_at_rate(clip, sampling), int(processor.get("min_frames", 4))), most, total)
         count = math.floor(wanted / pair) * pair
-    return _steps(total, min(count, total))
+    return _steps(total, min(max(count, pair), total))
+
+
+def qwen2_5_video(clip: Clip, sampling: Sampling, config: Settings, processor: Settings) -> ItemPlan:
+    """Qwen2.5-VL: as Qwen2-VL, and positions follow the seconds that a pair of frames spans.
+
+    Source: Bai et al., "Qwen2.5-VL" (arXiv 2502.13923), and ``Qwen2_5_VLProcessor._process_videos`` of transformers 5.24.
+
+    Raises:
+        UnsupportedSize: one side is more than 200 times the other.
+    """
+    plan = qwen2_video(clip, sampling, config, processor)
+    sampled_fps = len(plan.frames) / clip.frames * clip.fps
+    return replace(plan, seconds_per_grid=int(processor.get("temporal_patch_size", 2)) / sampled_fps)
 
 
 def omni_video(clip: Clip, sampling: Sampling, config: Settings, processor: Settings) -> ItemPlan:
@@ -73,7 +84,7 @@ def omni_video(clip: Clip, sampling: Sampling, config: Settings, processor: Sett
 def qwen3_video(clip: Clip, sampling: Sampling, config: Settings, processor: Settings) -> ItemPlan:
     """Qwen3-VL: pixels are bounded over all frames together, and the time of each pair of frames is written before it.
 
-    Source: "Qwen3-VL Technical Report" (arXiv 2511.21631), section 2, ``Qwen3VLVideoProcessor`` and
+    Source: "Qwen3-VL Technical Report" (arXiv 2511.21631), ``Qwen3VLVideoProcessor`` and
     ``Qwen3VLProcessor.replace_video_token`` of transformers 5.24. A single frame is taken twice; the processor refuses it.
 
     Raises:
@@ -89,7 +100,7 @@ def qwen3_video(clip: Clip, sampling: Sampling, config: Settings, processor: Set
         high = max(min(most, high // len(indices)), int(low * 1.05)) * len(indices)
     h, w = _resize_together(clip, len(indices), pair, patch * merge, low, high)
     grid = Grid(math.ceil(len(indices) / pair), h // patch, w // patch)
-    plan = _in_patches(clip, indices, grid, merge, 0.0)
+    plan = _in_patches(clip, indices, grid, merge)
     shown = [*plan.times, *plan.times[-1:] * (-len(indices) % pair)]
     start, end = processor.get("vision_start_token", "<|vision_start|>"), processor.get("vision_end_token", "<|vision_end|>")
     runs: list[str | int] = []
@@ -128,18 +139,18 @@ def _resize_together(clip: Clip, frames: int, pair: int, factor: int, low: int, 
     return h, w
 
 
-def _in_patches(clip: Clip, indices: Sequence[int], grid: Grid, merge: int, seconds: float) -> ItemPlan:
+def _in_patches(clip: Clip, indices: Sequence[int], grid: Grid, merge: int) -> ItemPlan:
     patches = grid.t * grid.h * grid.w
     return ItemPlan(
         Modality.VIDEO, patches // merge**2, grid, patches,
-        tiles=grid.t, seconds_per_grid=seconds, frames=tuple(indices), times=_times(clip, indices),
+        tiles=grid.t, frames=tuple(indices), times=_times(clip, indices),
     )  # fmt: skip
 
 
 def llava_onevision_video(clip: Clip, sampling: Sampling, config: Settings, processor: Settings) -> ItemPlan:
     """LLaVA-OneVision: every frame is one tile, pooled to a quarter, and one newline ends the video.
 
-    Source: Li et al., "LLaVA-OneVision" (arXiv 2408.03326), section 3.2, ``LlavaOnevisionProcessor.replace_video_token`` and
+    Source: Li et al., "LLaVA-OneVision" (arXiv 2408.03326), ``LlavaOnevisionProcessor.replace_video_token`` and
     ``default_sample_indices_fn`` of transformers 5.24, which refuses more frames than there are; here all are taken then.
 
     Raises:
@@ -195,7 +206,7 @@ def internvl_video(clip: Clip, sampling: Sampling, config: Settings, processor: 
 def _steps(total: int, count: int) -> list[int]:
     """As ``torch.arange(0, total, total / count).int()``, whose single-precision steps can miss a whole frame by one: how wide a
     CPU's registers are decides it there, so here the steps are exact."""
-    return [i * total // count for i in range(count)] if count else list(range(total))
+    return [i * total // count for i in range(count)]
 
 
 def _at_rate(clip: Clip, sampling: Sampling) -> float:

@@ -97,7 +97,7 @@ def check(layout: PromptLayout, oracle: Oracle, ask: Ask) -> None:
 
 def test_prompts_equal_the_processors(both: tuple[PromptLayout, Oracle]) -> None:
     layout, oracle = both
-    for ask in conversations(oracle.model_type, 16):
+    for ask in conversations(oracle.model_type, 10):
         check(layout, oracle, ask)
 
 
