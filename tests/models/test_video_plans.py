@@ -55,10 +55,30 @@ def written(checkpoint: Checkpoint, plan: ItemPlan) -> str:
     return "".join(part if isinstance(part, str) else token * part for part in plan.spelling)
 
 
+def same_frames(family: str, clip: Clip, ours: tuple[int, ...], theirs: list[int]) -> bool:
+    """Whether the frames are the same; where they are not, that is for the rounding of ``torch.arange``.
+
+    Its single precision may take a neighbour of the frame where the exact place is a whole number but for rounding, and may
+    add one at the end of the video or even behind it, with which the processor would fail.
+    """
+    if list(ours) == theirs:
+        return True
+    assert family not in ("qwen3_vl", "llava_onevision"), clip
+    assert theirs[len(ours) :] in ([], [clip.frames - 1], [clip.frames]), (clip, ours, theirs)
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        exact = (i + (0.5 if family == "internvl" else 0)) * clip.frames / len(ours)
+        assert one == other or (abs(one - other) == 1 and abs(exact - round(exact)) < 1e-2), (clip, ours, theirs)
+    return False
+
+
 def check(family: str, checkpoint: Checkpoint, processor: Any, clip: Clip, sampling: Sampling) -> None:
     inputs, text = prepare(processor, clip, sampling)
     [plan] = checkpoint.plan([clip], sampling)
-    assert list(plan.frames) == [int(i) for i in inputs["video_metadata"][0].frames_indices][: len(plan.frames)], (clip, sampling)
+    theirs = [int(i) for i in inputs["video_metadata"][0].frames_indices]
+    if family == "qwen3_vl":
+        theirs = theirs[: len(plan.frames)]  # it fills the last pair up in place
+    if not same_frames(family, clip, plan.frames, theirs):
+        return
     assert plan.times == tuple(i / clip.fps for i in plan.frames)
     assert written(checkpoint, plan) == text, (clip, sampling)
     if "video_grid_thw" in inputs:
@@ -102,10 +122,8 @@ def test_a_number_of_frames(family: str, checkpoint_dir: Directory) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "llava_onevision"])
 def test_indices_of_thousands_of_lengths(family: str, checkpoint_dir: Directory) -> None:
-    """Where the exact place is a whole number but for rounding, ``torch.arange`` may take the frame before or after it, and one
-    more past the end, with which the processor would fail."""
     checkpoint, processor = load(checkpoint_dir(family))
-    dice = random.Random(f"indices {family}")
+    dice, same = random.Random(f"indices {family}"), 0
     for _ in range(600):
         clip = Clip(64, 64, dice.randint(40, 100_000), dice.choice(RATES))
         sampling = Sampling(frames=dice.randint(2, 38)) if dice.random() < 0.5 else Sampling(fps=dice.choice([0.1, 0.25, 0.5]))
@@ -115,12 +133,8 @@ def test_indices_of_thousands_of_lengths(family: str, checkpoint_dir: Directory)
         except (ValueError, ZeroDivisionError):
             continue  # too short for this rate
         [plan] = checkpoint.plan([clip], sampling)
-        for i, (ours, theirs) in enumerate(zip(plan.frames, indices.tolist(), strict=False)):
-            if ours != theirs:
-                exact = (i + (0.5 if family == "internvl" else 0)) * clip.frames / len(plan.frames)
-                assert family in ("qwen2_vl", "internvl") and abs(ours - theirs) == 1, (clip, sampling)
-                assert abs(exact - round(exact)) < 1e-2, (clip, sampling)
-        assert indices.tolist()[len(plan.frames) :] in ([], [clip.frames]), (clip, sampling)
+        same += same_frames(family, clip, plan.frames, indices.tolist())
+    assert same > 400
 
 
 @pytest.mark.parametrize("family", FAMILIES)
