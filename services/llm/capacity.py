@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.llm.attention.layers import KvLayer
+from services.llm.config import Pruning
 from services.llm.layer_groups import Kind, LayerGroup
 from services.models.registry import UnsupportedModel
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """Layers from ``layer`` on keep only a share of the visual tokens; ``keep`` is the share when a request asks for none."""
-
-    layer: int
-    keep: float
 
 
 @dataclass(frozen=True)
@@ -90,5 +83,6 @@ def _blocks(kind: Kind, window: int | None, first: int, demand: Demand, pruning:
         return min(first, most)
     if kind is Kind.PRUNED:
         assert pruning is not None
-        return -(-int(first * (1 + pruning.keep)) // 2)  # about half of a prompt with pictures is visual
+        usual = -(-int(first * (1 + pruning.keep)) // 2)  # about half of a prompt with pictures is visual
+        return min(first, max(usual, demand.blocks(demand.max_model_len)))  # one of plain text must fit too
     return max(demand.blocks(demand.media_rows), min(first, demand.max_num_seqs * demand.blocks(demand.media_rows)))

@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from services.common.config import ServiceConfig, option
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Layers from ``layer`` on keep only a share of the visual tokens; ``keep`` is the share when a request asks for none."""
+
+    layer: int
+    keep: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Pruning | None:
+        """``fastv:K=2`` or ``fastv:K=2,keep=0.5``; "" is None.
+
+        Raises:
+            ValueError: anything else, with a text that says what is expected.
+        """
+        if not text:
+            return None
+        method, _, rest = text.partition(":")
+        pairs = [part.partition("=")[::2] for part in rest.split(",")]
+        values = dict(pairs)
+        if method != "fastv" or "K" not in values or len(values) < len(pairs) or not values.keys() <= {"K", "keep"}:
+            raise ValueError(f"--visual-token-pruning must read fastv:K=2 or fastv:K=2,keep=0.5, got {text!r}")
+        layer, keep = values["K"], values.get("keep", "1")
+        if not re.fullmatch("[0-9]{1,6}", layer) or int(layer) < 1:
+            raise ValueError(f"--visual-token-pruning: K must be a layer from 1 on, got {layer!r}")
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", keep) or not 0 < float(keep) <= 1:
+            raise ValueError(f"--visual-token-pruning: keep must be above 0 and at most 1, got {keep!r}")
+        return cls(int(layer), float(keep))
+
+    def share(self, asked: float | None) -> float:
+        """The share that a request gets."""
+        return self.keep if asked is None else asked
 
 
 @dataclass(frozen=True)
@@ -16,27 +50,48 @@ class LlmConfig(ServiceConfig):
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     threads: int = option(0, "CPU threads for tensor work; 0 leaves it to torch")
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 takes the checkpoint's")
-    block_size: int = option(16, "tokens in a KV block")
+    block_size: int = option(
+        0, "tokens in a KV block; 0 takes 16, or on CUDA in 16 bits 256: torch's paged kernel takes multiples of that alone"
+    )
     kv_cache_memory_bytes: int = option(1 << 30, "size of the KV pool on a CPU, an upper bound on CUDA")
     gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights and KV pool may take")
     max_num_batched_tokens: int = option(2048, "most tokens computed in a step")
     max_num_seqs: int = option(64, "most sequences in a step")
     attention_backend: str = option(
-        "auto", "who computes attention; naive is slow and easy to read", ["auto", "naive", "gathered"]
+        "auto",
+        "who computes attention: cuda is torch's paged kernel with the gathered path for what it does not take (soft caps, "
+        "masks of a prompt's own, cross-attention, float32), native is our kernel for CPUs, gathered runs anywhere, naive is "
+        "slow and easy to read",
+        ["auto", "naive", "gathered", "native", "cuda"],
+    )
+    native_layers: bool = option(True, "on a CPU, run linear layers and norms by our own kernels where they are faster")
+    enforce_eager: bool = option(
+        False, "never replay decoding steps as CUDA graphs; without it, models whose every layer runs in torch's paged kernel do"
     )
     long_prefill_token_threshold: int = option(0, "most tokens a step takes of one prompt; 0 sets no bound")
     enable_prefix_caching: bool = option(True, "reuse the keys and values of prompts that start alike")
+    visual_token_pruning: str = option(
+        "", "drop the visual tokens that get least attention from layer K on: fastv:K=2 where asked, fastv:K=2,keep=0.5 always"
+    )
     watchdog_seconds: float = option(300.0, "a step that takes longer makes liveness fail; 0 turns that off")
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
+        if self.block_size < 0:
+            raise ValueError(f"--block-size must not be negative, got {self.block_size}")
+        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        Pruning.parse(self.visual_token_pruning)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 "--max-num-batched-tokens must be at least --max-num-seqs, so that every sequence can decode in a step"
             )
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """``visual_token_pruning``, read."""
+        return Pruning.parse(self.visual_token_pruning)

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.llm.config import Pruning
 from services.llm.events import Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Stream, Token
 from services.llm.logprobs import Choice, prompt_logprobs
 from services.llm.merge import MediaRun
 from services.llm.model_runner import ModelRunner, StepOutput
+from services.llm.pruning import dropping
 from services.llm.request import GenerateArguments
 from services.llm.sampler import NOT_NUMBERS, TokenChooser, choose
 from services.llm.scheduler import Chunk, Scheduler
@@ -244,7 +246,7 @@ class Engine:
             text = "the prompt could not be merged with its media; the log has the details"
             self._outbox.append((request, EngineFailure(text)))
             return
-        sequence = _sequence(name, arguments, list(atoms), self.runner.merger.family.cross)
+        sequence = _sequence(name, arguments, list(atoms), self.runner.merger.family.cross, self.runner.pruning)
         if refusal := self.scheduler.refusal(sequence):
             self.runner.remove(name)
             self._outbox.append((request, Refused(refusal)))
@@ -326,16 +328,20 @@ def _put_all(batch: list[tuple[Request, Event]]) -> None:
         request.events.put(event)
 
 
-def _sequence(name: str, arguments: GenerateArguments, atoms: list[tuple[int, int]], cross: bool) -> Sequence:
+def _sequence(
+    name: str, arguments: GenerateArguments, atoms: list[tuple[int, int]], cross: bool, pruning: Pruning | None
+) -> Sequence:
     """The sequence that a request starts with."""
     media = list(zip(arguments.media, arguments.digests, strict=True))
     spans = [RowSpan(run.offset, run.rows, 0, _identity(run, digest), run.stop - run.offset) for run, digest in media]
     salt = arguments.salt
     if cross:  # tokens before a picture see it too
         salt = b"".join([len(salt).to_bytes(4), salt, *(span.digest for span in spans)])
+    dropped, drop_from = dropping(arguments.media, pruning.share(arguments.visual_token_keep)) if pruning else (0, 0)
     return Sequence(
         name, arguments.prompt, arguments.max_tokens, arguments.end_token_ids, arguments.min_tokens, arguments.priority,
         arguments.n, spans, atoms, salt, sum(run.rows for run in arguments.media) if cross else 0,
+        dropped, drop_from,
         cacheable=arguments.prompt_logprobs is None and not (cross and not all(span.digest for span in spans)),
     )  # fmt: skip
 

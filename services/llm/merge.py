@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from services.llm.attention.cut import Visual
 from services.models.checkpoint import Checkpoint
 from services.models.media import Grid, Modality
 from services.models.registry import Attention
@@ -74,6 +75,7 @@ class MergedPrompt:
         per_layer: ``[prompt, layers, width]``, the per-layer embeddings of Gemma 4.
         masks: non-causal families: by layer type ``[prompt, prompt]``, which tokens each token sees.
         cross: cross-attention families: the media rows.
+        visual: which tokens are visual, where layers may drop some.
         atoms: token ranges that one step must hold whole, because tokens in them see later ones.
     """
 
@@ -87,6 +89,7 @@ class MergedPrompt:
     per_layer: torch.Tensor | None = None
     masks: dict[str, torch.Tensor] | None = None
     cross: CrossMedia | None = None
+    visual: Visual | None = None
     atoms: Sequence[tuple[int, int]] = ()
 
     def position(self, index: int) -> int:

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
-from services.llm import rope
-from services.llm.attention import choose_backend, hook
+from services.llm import pruning, rope
+from services.llm.attention import choose_backend, choose_block_size, hook
+from services.llm.attention.cut import Visual
 from services.llm.attention.layers import probe_layers
+from services.llm.attention.plan import StepPlan
 from services.llm.attention.pool import KvPool
 from services.llm.capacity import Demand, assign_groups, size_groups
 from services.llm.config import LlmConfig
+from services.llm.cuda_graphs import DecodeGraphs, record_decodes
 from services.llm.merge import MediaRun, MergedPrompt, Merger
+from services.llm.native import replace_layers
 from services.llm.scheduler import Chunk
 from services.llm.step_builder import StepBuilder
 from services.models.checkpoint import Checkpoint
@@ -45,6 +49,8 @@ class ModelRunner:
     Attributes:
         groups: layer groups with the blocks that the granted memory holds.
         max_model_len: most tokens of prompt and answer together.
+        pruning: from which layer on visual tokens are dropped; None if none is.
+        pruning_obstacle: why this model cannot drop any; "" if it can.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: LlmConfig) -> None:
@@ -60,35 +66,49 @@ class ModelRunner:
         self.decoder.config._attn_implementation = hook.NAME
         self.parameter_bytes = parameter_bytes(self.model)
         self.max_model_len = config.max_model_len or checkpoint.max_position_embeddings
-        self.block_size = config.block_size
+        backend = choose_backend(config.attention_backend, self.device)
+        self.block_size = choose_block_size(config.block_size, backend, self.dtype)
         rope.pin(self.decoder, self.max_model_len)
         self._softcap = getattr(self.decoder.config, "final_logit_softcapping", None)
         self._head = self.model.get_output_embeddings()
 
         layers = probe_layers(self.decoder, self._probe_arguments(), self.max_model_len)
-        kinds, group_of = assign_groups(layers, None)
+        if self.device == "cpu" and config.native_layers:
+            self.parameter_bytes += replace_layers(self.model, self.decoder)
+            self._head = self.model.get_output_embeddings()
+        self.pruning, self.pruning_obstacle = config.pruning, pruning.obstacle(self.merger, layers)
+        if self.pruning:
+            pruning.check(self.pruning, self.pruning_obstacle, self.merger, layers)
+            pruning.install(self.decoder.layers, self.pruning.layer)
+        kinds, group_of = assign_groups(layers, self.pruning)
         demand = Demand(
-            config.block_size, self.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, self.merger.cross_rows
+            self.block_size, self.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, self.merger.cross_rows
         )
-        self.groups = size_groups(kinds, group_of, layers, demand, self._budget(config), self.dtype.itemsize)
+        self.groups = size_groups(kinds, group_of, layers, demand, self._budget(config), self.dtype.itemsize, self.pruning)
         pool = KvPool(
             [(layer, group_of[layer.index]) for layer in layers],
             [group.blocks for group in self.groups],
-            config.block_size,
+            self.block_size,
             self.dtype,
             self.device,
         )
         self.pool = pool
         self.builder = StepBuilder(
             pool,
-            choose_backend(config.attention_backend, self.device),
+            backend,
             layers,
             group_of,
             self.groups,
             config.max_num_seqs,
             self.max_model_len,
+            self.pruning.layer if self.pruning else None,
         )
         self._prompts: dict[str, MergedPrompt] = {}
+        self.graphs: DecodeGraphs | None = None  # of steps that only decode
+        if self.device != "cpu" and not config.enforce_eager:
+            self.graphs = record_decodes(
+                self._decode, self.builder, self._probe_arguments(), config.max_num_seqs, self.max_model_len
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -108,6 +128,8 @@ class ModelRunner:
             The token ranges that one step must hold whole.
         """
         self._prompts[sequence_id] = merged = self.merger.merge(prompt, media)
+        if self.pruning:
+            merged.visual = Visual(pruning.visual_runs(media))
         return merged.atoms
 
     def share(self, sequence_id: str, child_id: str) -> None:
@@ -136,15 +158,13 @@ class ModelRunner:
         prefills = [c for c in chunks if not c.sequence.decoding] if len(decodes) < len(chunks) else []
         ordered = decodes + prefills
         arguments = self._inputs(decodes, prefills)
-        token = hook.current.set(self.builder.build(decodes, prefills, self._prompts))
-        try:
-            hidden = self.decoder(attention_mask=None, use_cache=False, **arguments).last_hidden_state[0]  # [tokens, hidden]
-        finally:
-            hook.current.reset(token)
+        plan = self.builder.build(decodes, prefills, self._prompts)
+        hidden = self._decode(arguments, plan) if self.graphs is None or prefills else self.graphs.run(arguments, plan)
+        counts = plan.cut.counts if plan.cut else [c.count for c in ordered]  # rows of each chunk
         if not prefills:
             last = hidden
         else:
-            ends = torch.tensor([c.count for c in ordered]).cumsum(0) - 1
+            ends = torch.tensor(counts).cumsum(0) - 1
             last = hidden[ends.to(hidden.device)]  # [chunks, hidden]
         # values that are not numbers spread to every later token of their sequence, so the last token tells
         sound = torch.isfinite(last).all(1).tolist()
@@ -153,13 +173,21 @@ class ModelRunner:
         scored = {}
         if scores:
             start = 0
-            for chunk in ordered:
+            for chunk, count in zip(ordered, counts, strict=True):
                 if chunk.sequence.id in scores:
-                    scored[chunk.sequence.id] = self._logits(hidden[start : start + chunk.count])
-                start += chunk.count
+                    scored[chunk.sequence.id] = self._logits(hidden[start : start + count])
+                start += count
         return StepOutput(
             [ordered[i] for i in sampling], logits, [c for c, ok in zip(ordered, sound, strict=True) if not ok], scored
         )
+
+    def _decode(self, arguments: dict[str, Any], plan: StepPlan) -> torch.Tensor:
+        """The decoder's last hidden states ``[tokens, hidden]``."""
+        token = hook.current.set(plan)
+        try:
+            return self.decoder(attention_mask=None, use_cache=False, **arguments).last_hidden_state[0]  # type: ignore[no-any-return]
+        finally:
+            hook.current.reset(token)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._head(hidden)

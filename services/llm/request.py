@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from services.common.errors import invalid
 from services.common.sampling_ranges import check_ranges, constraint_of
+from services.llm.config import Pruning
 from services.llm.merge import MediaRun
+from services.llm.pruning import VISUAL, dropping
 from services.llm.sampler import Sampling
 from services.llm.structured import Constraint, ConstraintError, Grammar, Grammars
 from services.models.checkpoint import Checkpoint
@@ -28,11 +30,15 @@ class Limits:
         vocab_size: columns of the logits.
         max_model_len: most tokens of prompt and answer together that the model takes.
         pool_tokens: tokens that the whole KV pool holds.
+        pruning: how visual tokens are dropped; None if they are not.
+        pruning_obstacle: why this model could not, whatever the options; "" if it could.
     """
 
     vocab_size: int
     max_model_len: int
     pool_tokens: int
+    pruning: Pruning | None = None
+    pruning_obstacle: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class GenerateArguments:
         salt: keeps cached prefixes apart.
         grammar: what each answer must match.
         prompt_logprobs: as ``Sampling.logprobs``, for the prompt.
-        visual_token_keep: share of visual rows to keep; 1 is all.
+        visual_token_keep: share of visual tokens to keep; 1 is all, None what the service was started with.
     """
 
     id: str
@@ -64,7 +70,7 @@ class GenerateArguments:
     grammar: Grammar | None
     include_first_logits: bool
     prompt_logprobs: int | None
-    visual_token_keep: float
+    visual_token_keep: float | None
 
 
 async def read_generate(
@@ -91,6 +97,7 @@ async def read_generate(
     if (last := max(given.stop_token_ids, default=0)) >= limits.vocab_size:
         raise invalid("sampling.stop_token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {last}")
     check_ranges(given, limits.vocab_size)
+    _check_keep(given, media, len(prompt), limits)
     return GenerateArguments(
         id=request.request_id,
         prompt=prompt,
@@ -106,7 +113,7 @@ async def read_generate(
         grammar=await _grammar(given, grammars),
         include_first_logits=given.include_first_logits,
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
-        visual_token_keep=given.visual_token_keep if given.HasField("visual_token_keep") else 1.0,
+        visual_token_keep=given.visual_token_keep if given.HasField("visual_token_keep") else None,
     )
 
 
@@ -123,6 +130,23 @@ def _max_tokens(given: sampling_pb2.SamplingParams, prompt: int, limits: Limits)
             reason="CONTEXT_LENGTH_EXCEEDED", limit=limit, requested=prompt + max_tokens,
         )  # fmt: skip
     return max_tokens
+
+
+def _check_keep(given: sampling_pb2.SamplingParams, media: Sequence[MediaRun], prompt: int, limits: Limits) -> None:
+    """Visual tokens can be dropped only where the service was started so, and where no answer hangs on a dropped one."""
+    asked = given.visual_token_keep if given.HasField("visual_token_keep") else None
+    if limits.pruning is None:
+        if asked is not None and asked < 1:
+            hint = limits.pruning_obstacle or "start the llm service with --visual-token-pruning fastv:K=2 to drop visual tokens"
+            raise invalid("sampling.visual_token_keep", f"must be 1 here, got {asked:g}: {hint}")
+        return
+    keep = limits.pruning.share(asked)
+    if not dropping(media, keep)[0]:
+        return
+    if given.HasField("prompt_logprobs"):
+        raise invalid("sampling.visual_token_keep", f"must be 1 beside prompt_logprobs, which score every token; got {keep:g}")
+    if media[-1].stop == prompt and media[-1].modality in VISUAL:
+        raise invalid("sampling.visual_token_keep", f"must be 1 for a prompt whose last token is visual, got {keep:g}")
 
 
 def _sampling(given: sampling_pb2.SamplingParams, seed: int) -> Sampling:

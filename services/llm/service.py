@@ -35,7 +35,9 @@ class LlmService:
         checkpoint = open_checkpoint(config.model)
         logs.event(logger, "loading", model=checkpoint.name, family=checkpoint.family.model_type)
         runner = ModelRunner(checkpoint, config)
-        kv = KvCache(runner.groups, config.block_size, checkpoint.fingerprint.encode(), config.enable_prefix_caching)
+        # keys of later layers depend on where pruning starts
+        named = checkpoint.fingerprint + (f" fastv:K={runner.pruning.layer}" if runner.pruning else "")
+        kv = KvCache(runner.groups, runner.block_size, named.encode(), config.enable_prefix_caching)
         scheduler = Scheduler(
             kv, config.max_num_batched_tokens, config.max_num_seqs,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -48,9 +50,10 @@ class LlmService:
         self._watchdog_seconds = config.watchdog_seconds
         self._watchdog: asyncio.Task[None] | None = None
         logs.event(
-            logger, "loaded", parameter_bytes=runner.parameter_bytes, block_size=config.block_size,
+            logger, "loaded", parameter_bytes=runner.parameter_bytes, block_size=runner.block_size,
             kv_blocks={group.kind.value: group.blocks for group in runner.groups},
             max_model_len=runner.max_model_len, device=runner.device, dtype=str(runner.dtype),
+            cuda_graphs=runner.graphs is not None,
         )  # fmt: skip
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from services.llm.attention.cut import Cut, Stretch
 from services.llm.attention.layers import KvLayer
 from services.llm.attention.plan import Backend, GroupPlan, Rows, StepPlan
 from services.llm.attention.pool import KvPool
@@ -29,10 +30,12 @@ class StepBuilder:
         groups: Sequence[LayerGroup],
         max_num_seqs: int,
         max_model_len: int,
+        pruned_from: int | None = None,
     ) -> None:
+        """``pruned_from``: the first layer that may see fewer rows, where any does."""
         self.pool, self.backend, self.groups, self.group_of = pool, backend, groups, group_of
         self.layers = {layer.index: layer for layer in layers}
-        self._size = pool.block_size
+        self._size, self._pruned_from = pool.block_size, pruned_from
         width = [-(-max_model_len // self._size) + 1 if g.kind is not Kind.CROSS else g.blocks for g in groups]
         self._tables = [np.zeros((max_num_seqs, w), dtype=np.int64) for w in width]
         self._device = next(iter(pool.keys.values())).device
@@ -47,7 +50,8 @@ class StepBuilder:
             else self._self_attention(g, group, slots, decodes, prefills, prompts)
             for g, group in enumerate(self.groups)
         ]
-        return StepPlan(self.pool, self.backend, self.layers, self.group_of, plans)
+        cut = None if self._pruned_from is None else self._cut(self._pruned_from, decodes, prefills, plans, prompts)
+        return StepPlan(self.pool, self.backend, self.layers, self.group_of, plans, cut)
 
     def _update(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -105,6 +109,28 @@ class StepBuilder:
             self._tensor(ends - first_block * size),
             rows,
         )
+
+    def _cut(
+        self,
+        layer: int,
+        decodes: Sequence[Chunk],
+        prefills: Sequence[Chunk],
+        plans: Sequence[GroupPlan],
+        prompts: Mapping[str, MergedPrompt],
+    ) -> Cut | None:
+        """What the step's layers from ``layer`` on do not see; None if they see all."""
+        seen = iter(plans[self.group_of[layer - 1]].rows)
+        stretches, counts = [], [1] * len(decodes)
+        for chunk in prefills:
+            rows, *_ = [next(seen) for _ in _parts(chunk)]
+            sequence, count = chunk.sequence, chunk.count
+            if sequence.dropped and chunk.start <= sequence.drop_from < chunk.start + chunk.count:
+                visual = prompts[sequence.id].visual
+                assert visual is not None and rows.length == len(sequence.prompt)
+                stretches.append(Stretch(rows, visual, sequence.dropped))
+                count -= sequence.dropped
+            counts.append(count)
+        return Cut.of(layer, len(decodes) + sum(c.count for c in prefills), counts, stretches) if stretches else None
 
     def _cross(self, g: int, chunks: Sequence[Chunk], prompts: Mapping[str, MergedPrompt]) -> GroupPlan:
         table, size = self._tables[g], self._size

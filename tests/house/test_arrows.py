@@ -20,7 +20,14 @@ ARROWS = {
     "services.llm": {"triptych", "services.common", "services.models"},
 }
 HEAVY = {"torch", "torchvision", "transformers"}
-PURE = ("sequence", "scheduler", "block_manager")  # of services.llm: no torch, no grpc, no clock
+PURE = (
+    "layer_groups",
+    "sequence",
+    "block_manager",
+    "prefix_cache",
+    "kv_cache",
+    "scheduler",
+)  # of services.llm: no torch, no grpc, no clock
 IMPURE = HEAVY | {"grpc", "time", "asyncio", "threading"}
 
 

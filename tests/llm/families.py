@@ -46,7 +46,7 @@ class Ask:
             "grammar": None,
             "include_first_logits": False,
             "prompt_logprobs": None,
-            "visual_token_keep": 1.0,
+            "visual_token_keep": None,
         }
         return GenerateArguments(**(fields | changes))  # type: ignore[arg-type]
 

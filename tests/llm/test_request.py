@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from services.common.errors import ServiceError
+from services.llm.config import Pruning
 from services.llm.merge import MediaRun
 from services.llm.request import GenerateArguments, Limits, read_generate
 from services.llm.sampler import Sampling
@@ -22,7 +23,7 @@ from triptych.common.v1 import media_pb2, sampling_pb2
 from triptych.llm.v1 import llm_pb2
 
 Dirs = Callable[[str], Path]
-LIMITS = Limits(vocab_size=1024, max_model_len=100, pool_tokens=80)
+LIMITS = Limits(vocab_size=1024, max_model_len=100, pool_tokens=80, pruning=Pruning(2))
 REF = media_pb2.EmbeddingRef(id="x", encoder_address="127.0.0.1:1")
 GRID = media_pb2.Grid(t=1, h=4, w=4)
 
@@ -72,7 +73,7 @@ def test_what_is_left_open(text: Reader) -> None:
     assert found == GenerateArguments(
         id="r", prompt=[5, 6, 7, 8], max_tokens=4, end_token_ids=frozenset(text.checkpoint.end_token_ids), min_tokens=0,
         priority=0, n=1, media=[], digests=[], salt=b"", sampling=Sampling(seed=7), grammar=None, include_first_logits=False,
-        prompt_logprobs=None, visual_token_keep=1.0,
+        prompt_logprobs=None, visual_token_keep=None,
     )  # fmt: skip
 
 

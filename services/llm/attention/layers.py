@@ -22,6 +22,7 @@ class KvLayer:
         window: tokens in the window, the newest included.
         source: index of the layer whose keys and values it reads; its own, but in layers that share.
         layer_type: key of the family's own masks.
+        softcap: bound that scores are squeezed into.
     """
 
     index: int
@@ -32,6 +33,7 @@ class KvLayer:
     value_dim: int
     source: int
     layer_type: str
+    softcap: float | None = None
 
     @property
     def stores(self) -> bool:
@@ -72,7 +74,8 @@ class LayerProbe:
         source = index
         if getattr(module, "is_kv_shared_layer", False):
             source = max(layer.index for layer in self.layers if layer.stores and layer.layer_type == layer_type)
-        self.layers.append(KvLayer(index, kind, window, key.shape[0], key.shape[2], value.shape[2], source, layer_type))
+        dims = key.shape[0], key.shape[2], value.shape[2]
+        self.layers.append(KvLayer(index, kind, window, *dims, source, layer_type, softcap))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
 

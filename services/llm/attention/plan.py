@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from services.llm.attention.layers import KvLayer
 from services.llm.attention.pool import KvPool
+
+if TYPE_CHECKING:
+    from services.llm.attention.cut import Cut
 
 
 @dataclass
@@ -62,6 +66,25 @@ class Rows:
         return seen if window is None else seen & (keys > at - window)
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """A step's sequences side by side, as a kernel for sequences of unequal length takes them; all int32.
+
+    Attributes:
+        cu_seq_q: ``[sequences + 1]``, where each one's rows begin; decodes first.
+        cu_seq_k: ``[sequences + 1]``, where each one's keys would begin if all had ``max_k``.
+        seqused_k: ``[sequences]``, keys that there are, counted in ``blocks``. The last query sees the last key.
+        blocks: ``[sequences, n]``, from the first block that any of its rows sees, padded with the padding block.
+    """
+
+    cu_seq_q: torch.Tensor
+    cu_seq_k: torch.Tensor
+    seqused_k: torch.Tensor
+    blocks: torch.Tensor
+    max_q: int
+    max_k: int
+
+
 @dataclass
 class GroupPlan:
     """A step as the layers of one group see it.
@@ -83,6 +106,45 @@ class GroupPlan:
     decode_end: torch.Tensor
     rows: Sequence[Rows]
     _decode_mask: torch.Tensor | None = None
+    _ragged: Ragged | None = None
+    kernel_batch: Any = None  # a backend's own view of the group, made once a step
+
+    @property
+    def masked(self) -> bool:
+        """Whether some rows have a mask of their own."""
+        return any(rows.prompt_masks is not None or rows.media_mask is not None for rows in self.rows)
+
+    def ragged(self, block_size: int, padding: int) -> Ragged:
+        """All rows of an unmasked group in one table; made once a step, from device tensors alone if all are decodes."""
+        if self._ragged is None:
+            self._ragged = self._make_ragged(block_size, padding)
+        return self._ragged
+
+    def _make_ragged(self, block_size: int, padding: int) -> Ragged:
+        device, decodes = self.decode_blocks.device, self.decodes
+        firsts = [rows.first_key(self.window, block_size) for rows in self.rows]
+        tables = [rows.blocks[first // block_size :] for rows, first in zip(self.rows, firsts, strict=True)]
+        width = max(self.decode_blocks.shape[1], *(len(table) for table in tables), 1)
+        counts = torch.arange(decodes + len(tables) + 1, dtype=torch.int32, device=device)
+        cu_seq_k = counts * (width * block_size)
+        if not tables:
+            ends, blocks = self.decode_end.int(), self.decode_blocks.int()
+            return Ragged(counts, cu_seq_k, ends, blocks, 1, width * block_size)
+        assert all(a.start + a.count == b.start for a, b in pairwise(self.rows)) and self.rows[0].start == decodes
+        starts = [*range(decodes), *(rows.start for rows in self.rows), self.rows[-1].start + self.rows[-1].count]
+        used = [rows.length - first for rows, first in zip(self.rows, firsts, strict=True)]
+        blocks = torch.full((decodes + len(tables), width), padding, dtype=torch.int32, device=device)
+        blocks[:decodes, : self.decode_blocks.shape[1]] = self.decode_blocks
+        for i, table in enumerate(tables, start=decodes):
+            blocks[i, : len(table)] = table
+        return Ragged(
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            cu_seq_k,
+            torch.cat([self.decode_end.int(), torch.tensor(used, dtype=torch.int32, device=device)]),
+            blocks,
+            max(rows.count for rows in self.rows),
+            width * block_size,
+        )
 
     def decode_mask(self, keys: int) -> torch.Tensor:
         """Which of the gathered keys each decoding sequence sees, ``[decodes, 1, 1, keys]``; made once a step."""
@@ -115,13 +177,17 @@ class Backend(Protocol):
 
 @dataclass
 class StepPlan:
-    """One step. ``group_of`` maps a layer to its plan; both by layer index."""
+    """One step. ``group_of`` maps a layer to its plan; both by layer index.
+
+    ``cut`` is there where later layers see fewer rows than the first.
+    """
 
     pool: KvPool
     backend: Backend
     layers: Mapping[int, KvLayer]
     group_of: Mapping[int, int]
     groups: list[GroupPlan]
+    cut: Cut | None = None
 
     def attend(
         self,
@@ -137,4 +203,6 @@ class StepPlan:
         group = self.groups[self.group_of[layer.index]]
         if layer.stores and len(group.slots):
             self.pool.write(layer.index, group.slots, key, value)
+        if self.cut is not None and layer.index == self.cut.layer - 1:
+            self.cut.choose(self.pool.keys[layer.index], query, scaling, softcap)
         return self.backend.attend(self.pool, layer, group, query, key, value, scaling, softcap)

@@ -1,0 +1,1 @@
+"""Other engines on the same requests, each in a virtual environment of its own."""
