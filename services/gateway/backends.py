@@ -18,7 +18,7 @@ from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
 from services.common.errors import ServiceError, unavailable
 from services.gateway.prompt import Item, Prompt
-from services.gateway.wire import grid_to_proto, modality_to_proto, sampling_to_proto, span_to_proto
+from services.gateway.wire import grid_to_proto, modality_to_proto, sampling_to_proto, spans_to_proto
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
@@ -142,7 +142,7 @@ class LanguageModel(Backend):
         request = llm_pb2.GenerateRequest(
             request_id=request_id,
             token_ids=prompt.token_ids,
-            spans=[span_to_proto(item, ref) for item, ref in zip(prompt.items, refs, strict=True)],
+            spans=[span for item, ref in zip(prompt.items, refs, strict=True) for span in spans_to_proto(item, ref)],
             sampling=sampling_to_proto(prompt.sampling, max_tokens),
         )
         call = self._stub.Generate(request, timeout=timeout, metadata=outgoing_metadata())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from services.common.errors import invalid
 from services.gateway.config import GatewayConfig
@@ -12,20 +13,25 @@ from services.gateway.probe import ImageFacts, probe_image
 from services.gateway.sampling import Sampling
 from services.gateway.validator import Conversation, MediaPart
 from services.models.image_sizes import UnsupportedSize
-from services.models.layout import Turn
-from services.models.media import ItemPlan, Modality
+from services.models.layout import Placement, Turn
+from services.models.media import ItemPlan, Modality, Picture
 from services.models.tokenizer import ChatTemplateError
 
 
 @dataclass(frozen=True)
 class Item:
-    """One media item: its bytes, what its headers say, what it will cost and where its rows go in the prompt."""
+    """One media item: its bytes, what its headers say, what it will cost and the runs of placeholders that stand for it."""
 
     field: str
     data: bytes
     facts: ImageFacts
     plan: ItemPlan
-    offset: int
+    placements: tuple[Placement, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that stand for it."""
+        return sum(place.tokens for place in self.placements)
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,12 @@ class Prompt:
 
     def tokens_of(self, modality: Modality) -> int:
         """Prompt tokens that stand for this modality."""
-        return sum(item.plan.rows for item in self.items if item.plan.modality is modality)
+        return sum(item.tokens for item in self.items if item.plan.modality is modality)
 
     @property
     def text_tokens(self) -> int:
         """Prompt tokens that stand for no medium."""
-        return len(self.token_ids) - sum(item.plan.rows for item in self.items)
+        return len(self.token_ids) - sum(item.tokens for item in self.items)
 
 
 class PromptMaker:
@@ -69,24 +75,24 @@ class PromptMaker:
             ServiceError: INVALID_ARGUMENT about a media part or about the conversation's shape.
         """
         media: list[tuple[str, bytes, ImageFacts]] = []
-        turns = []
-        for message in conversation.messages:
-            parts: list[str | ItemPlan] = []
-            for part in message.parts:
-                if isinstance(part, str):
-                    parts.append(part)
-                    continue
-                data = self._bytes_of(part)
-                facts = probe_image(data, part.field, max_pixels=self._config.max_pixels)
-                media.append((part.field, data, facts))
-                parts.append(self._plan(part.field, facts))
-            turns.append(Turn(message.role, tuple(parts)))
+        for part in (part for message in conversation.messages for part in message.parts if not isinstance(part, str)):
+            data = self._bytes_of(part)
+            media.append((part.field, data, probe_image(data, part.field, max_pixels=self._config.max_pixels)))
+        plans = self._plan(media)
+        rest = iter(plans)
+        turns = [
+            Turn(message.role, tuple(part if isinstance(part, str) else next(rest) for part in message.parts))
+            for message in conversation.messages
+        ]
         try:
             layout = self._model.layout.lay_out(turns)
         except ChatTemplateError as error:
             raise invalid("messages", f"the model's chat template refuses the conversation: {error}") from None
-        places = zip(media, layout.placements, strict=True)
-        return Prompt(layout.token_ids, tuple(Item(*known, at.plan, at.offset) for known, at in places), conversation.sampling)
+        items = []
+        for number, places in groupby(layout.placements, key=lambda place: place.item):
+            field, data, facts = media[number]
+            items.append(Item(field, data, facts, plans[number], tuple(places)))
+        return Prompt(layout.token_ids, tuple(items), conversation.sampling)
 
     def _bytes_of(self, part: MediaPart) -> bytes:
         limit = self._config.max_item_bytes
@@ -96,8 +102,8 @@ class PromptMaker:
             raise too_many_bytes(part.field, limit)
         return part.source
 
-    def _plan(self, field: str, facts: ImageFacts) -> ItemPlan:
+    def _plan(self, media: list[tuple[str, bytes, ImageFacts]]) -> list[ItemPlan]:
         try:
-            return self._model.checkpoint.plan_image(facts.width, facts.height)
+            return self._model.checkpoint.plan([Picture(facts.width, facts.height) for _, _, facts in media])
         except UnsupportedSize as error:
-            raise invalid(field, str(error), reason="BAD_MEDIA") from None
+            raise invalid(media[error.item][0], str(error), reason="BAD_MEDIA") from None

@@ -111,7 +111,7 @@ def _prompt_tokens(prompt: Prompt, cached: int = 0) -> usage_pb2.PromptTokens:
 def _estimate(item: Item) -> gateway_pb2.MediaEstimate:
     return gateway_pb2.MediaEstimate(
         modality=modality_to_proto(item.plan.modality),
-        tokens=item.plan.rows,
+        tokens=item.tokens,
         width=item.facts.width,
         height=item.facts.height,
         grid=grid_to_proto(item.plan.grid),

@@ -18,16 +18,21 @@ def grid_to_proto(grid: media.Grid) -> media_pb2.Grid:
     return media_pb2.Grid(t=grid.t, h=grid.h, w=grid.w)
 
 
-def span_to_proto(item: Item, ref: media_pb2.EmbeddingRef) -> media_pb2.Span:
-    """Where an item stands in the prompt, and where its rows come from."""
-    return media_pb2.Span(
-        modality=modality_to_proto(item.plan.modality),
-        offset=item.offset,
-        rows=item.plan.rows,
-        grid=grid_to_proto(item.plan.grid),
-        digest=item.facts.digest,
-        ref=ref,
-    )
+def spans_to_proto(item: Item, ref: media_pb2.EmbeddingRef) -> list[media_pb2.Span]:
+    """Where an item's runs stand in the prompt, and where their rows come from."""
+    return [
+        media_pb2.Span(
+            modality=modality_to_proto(item.plan.modality),
+            offset=place.offset,
+            rows=place.rows,
+            grid=grid_to_proto(place.grid),
+            digest=item.facts.digest,
+            ref=ref,
+            seconds_per_grid=item.plan.seconds_per_grid,
+            first_row=place.first_row,
+        )
+        for place in item.placements
+    ]
 
 
 def sampling_to_proto(sampling: Sampling, max_tokens: int) -> sampling_pb2.SamplingParams:

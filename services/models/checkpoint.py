@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from services.models.media import ItemPlan, Modality
+from services.models.image_sizes import UnsupportedSize
+from services.models.media import Clip, ItemPlan, Medium, Modality, Picture, Recording, Sampling
 from services.models.registry import Family, UnsupportedModel, family_of, text_config
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -27,7 +29,8 @@ class Checkpoint:
         name: what clients call it by default.
         config: config.json.
         generation: generation_config.json, or empty.
-        image_processor: the image processor's settings, or empty.
+        settings: what the processor of each modality is set to: names of special tokens, then the processor's own keys, then
+            those of the part that prepares this modality. The later win.
         family: its entry in the registry.
     """
 
@@ -35,7 +38,7 @@ class Checkpoint:
     name: str
     config: dict[str, Any]
     generation: dict[str, Any]
-    image_processor: dict[str, Any]
+    settings: Mapping[Modality, Mapping[str, Any]]
     family: Family
 
     @property
@@ -59,14 +62,57 @@ class Checkpoint:
             raise UnsupportedModel(f"config.json has no {key}, which a {self.family.model_type} checkpoint needs")
         return int(value)
 
+    @property
+    def sampling(self) -> Sampling:
+        """Which frames of a video are looked at, where the caller says nothing."""
+        video = self.settings[Modality.VIDEO]
+        if video.get("num_frames"):
+            return Sampling(frames=int(video["num_frames"]))
+        return Sampling(fps=float(video["fps"])) if video.get("fps") else self.family.sampling
+
+    def plan(self, media: Sequence[Medium], sampling: Sampling | None = None) -> list[ItemPlan]:
+        """What the media of one request cost, in their order; with some families it depends on how many there are.
+
+        Args:
+            media: of the modalities that the family takes.
+            sampling: which frames of videos are looked at; None leaves it to the checkpoint.
+
+        Raises:
+            image_sizes.UnsupportedSize: the family cannot take one of them; ``item`` says which.
+        """
+        pictures = [(i, medium) for i, medium in enumerate(media) if isinstance(medium, Picture)]
+        plans: dict[int, ItemPlan] = {}
+        try:
+            if pictures:
+                assert self.family.image is not None, f"{self.family.model_type} takes no images"
+                planned = self.family.image([p for _, p in pictures], self.config, self.settings[Modality.IMAGE])
+                plans |= zip((i for i, _ in pictures), planned, strict=True)
+        except UnsupportedSize as error:
+            error.item = pictures[error.item][0]
+            raise
+        for i, medium in enumerate(media):
+            try:
+                if not isinstance(medium, Picture):
+                    plans[i] = self._plan_timed(medium, self.sampling if sampling is None else sampling)
+            except UnsupportedSize as error:
+                error.item = i
+                raise
+        return [plans[i] for i in range(len(media))]
+
+    def _plan_timed(self, medium: Recording | Clip, sampling: Sampling) -> ItemPlan:
+        if isinstance(medium, Recording):
+            assert self.family.audio is not None, f"{self.family.model_type} takes no audio"
+            return self.family.audio(medium.samples, self.config, self.settings[Modality.AUDIO])
+        assert self.family.video is not None, f"{self.family.model_type} takes no video"
+        return self.family.video(medium, sampling, self.config, self.settings[Modality.VIDEO])
+
     def plan_image(self, width: int, height: int) -> ItemPlan:
-        """Tokens of an image of this size, turned as EXIF says.
+        """Tokens of an image of this size, turned as EXIF says, that is the only one of its request.
 
         Raises:
             image_sizes.UnsupportedSize: the family cannot take this size.
         """
-        assert self.family.image is not None, f"{self.family.model_type} takes no images"
-        return self.family.image(width, height, self.config, self.image_processor)
+        return self.plan([Picture(width, height)])[0]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,11 +144,34 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise UnsupportedModel(
             f"{path} holds no .safetensors files; other weight formats are not read, convert the checkpoint first"
         )
-    processor = _read_json(path / "preprocessor_config.json") or {}
-    combined = _read_json(path / "processor_config.json") or {}
-    image = {**combined, **processor, **(combined.get("image_processor") or {})}
     name = "triptych-embedded" if not model else path.resolve().name if Path(model).is_dir() else model
-    return Checkpoint(path, name, config, _read_json(path / "generation_config.json") or {}, image, family_of(config))
+    generation = _read_json(path / "generation_config.json") or {}
+    return Checkpoint(path, name, config, generation, _settings(path), family_of(config))
+
+
+def named_tokens(tokenizer: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name (``bos_token``, ``image_token``), from tokenizer_config.json."""
+    extra = tokenizer.get("extra_special_tokens")
+    entries = {**(extra if isinstance(extra, dict) else {}), **tokenizer}
+    return {
+        name: value if isinstance(value, str) else value["content"]
+        for name, value in entries.items()
+        if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
+    }
+
+
+def _settings(path: Path) -> dict[Modality, dict[str, Any]]:
+    """Each part's settings where transformers looks for them: in the processor's file, else in one of its own."""
+    processor = _read_json(path / "processor_config.json") or {}
+    shared = named_tokens(_read_json(path / "tokenizer_config.json") or {}) | processor
+    older = _read_json(path / "preprocessor_config.json") or {}
+    video = _read_json(path / "video_preprocessor_config.json") or older
+    parts = {
+        Modality.IMAGE: processor.get("image_processor") or older,
+        Modality.AUDIO: processor.get("feature_extractor") or older,
+        Modality.VIDEO: processor.get("video_processor") or video,
+    }
+    return {modality: shared | part for modality, part in parts.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

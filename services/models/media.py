@@ -29,17 +29,86 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A still picture's size in pixels, turned as EXIF says."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A sound's length in samples of one channel, at the rate that the model hears."""
+
+    samples: int
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What the headers say of a video.
+
+    Attributes:
+        width, height: of a frame in pixels, turned as a player shows it.
+        frames: how many there are, at least one.
+        fps: frames a second, on average.
+        times: when each frame is shown, in seconds from the first; empty where the rate is constant.
+    """
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+    times: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.frames > 0 and self.fps > 0, f"{self.frames} frames at {self.fps} a second"
+        assert not self.times or len(self.times) == self.frames, f"{len(self.times)} times for {self.frames} frames"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which frames of a video are looked at: so many a second, or so many in all; all of them where neither is said."""
+
+    fps: float | None = None
+    frames: int | None = None
+
+
+ALL_FRAMES = Sampling()
+Medium = Picture | Recording | Clip
+
+
+@dataclass(frozen=True)
 class ItemPlan:
-    """What one media item will cost, known before it is decoded.
+    """What one media item will cost and how the prompt spells it, known before it is decoded.
 
     Attributes:
         modality: what the item is.
-        rows: embedding rows, each one token of the prompt.
-        grid: how the rows are arranged.
-        patches: patches that go through the tower.
+        rows: embedding rows.
+        grid: how the rows are arranged: what positions are made of in families that need it. Elsewhere ``t`` is the number
+            of runs, each of ``h x w`` rows; where rows are read by cross-attention, ``t`` tiles of ``h`` hold picture and
+            each has ``w`` rows.
+        patches: patches that go through the tower; of a recording, its positions.
+        runs: what the prompt holds in place of the item: texts, and lengths of runs of placeholder tokens. As many
+            placeholders as rows, but for cross-attention, where one token stands for all. Empty: a single run.
+        tiles: pictures that the tower sees: tiles, frames or windows.
+        seconds_per_grid: video time between two steps of ``grid.t`` in families whose positions follow it, else 0.
+        frames: of a video, indices of the frames looked at, in order; one may come twice.
+        times: when those are shown, in seconds.
+        samples: of a recording, how many samples the model hears; the rest is cut off.
     """
 
     modality: Modality
     rows: int
     grid: Grid
     patches: int
+    runs: tuple[str | int, ...] = ()
+    tiles: int = 1
+    seconds_per_grid: float = 0.0
+    frames: tuple[int, ...] = ()
+    times: tuple[float, ...] = ()
+    samples: int = 0
+
+    @property
+    def spelling(self) -> tuple[str | int, ...]:
+        """``runs``, with a single one spelled out."""
+        return self.runs or (self.rows,)

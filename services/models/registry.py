@@ -7,14 +7,16 @@ function where its token counts follow a new scheme, and a row in the equality t
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.models import image_sizes
-from services.models.media import ItemPlan, Modality
+from services.models import audio_lengths, image_sizes, tiling, video_plans
+from services.models.audio_lengths import AudioScheme
+from services.models.image_sizes import ImageScheme, each
+from services.models.media import ALL_FRAMES, Modality, Sampling
+from services.models.video_plans import VideoScheme
 
-ImageScheme = Callable[[int, int, Mapping[str, Any], Mapping[str, Any]], ItemPlan]
 # Layer types that a packed, paged step can run; anything else keeps state that would mix across sequences.
 PROVEN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -41,8 +43,13 @@ class Family:
     Attributes:
         model_type: as in config.json.
         architecture: class name in transformers.
-        image: counts an image's tokens from (width, height, config, image processor settings); None: takes no images.
+        image: plans all pictures of a request; None: takes none.
+        audio: plans a recording; None: takes none.
+        video: plans a video; None: takes none.
+        sampling: frames of a video that are looked at, where neither the caller nor the checkpoint says it.
         placeholders: config key that holds each modality's placeholder token.
+        written: tokenizer_config key of what the chat template writes for an item, where that is not the placeholder.
+        bos_after_images: BOS stands behind the last picture, of which there is one, and a line break ends the prompt.
         towers: submodules of the base model that only the encoder half keeps.
         decoder: submodule of the base model that is the language model; "" means the base model itself.
         language: submodules of the base model that only the language-model half keeps, where ``decoder`` is "".
@@ -55,7 +62,12 @@ class Family:
     model_type: str
     architecture: str
     image: ImageScheme | None = None
+    audio: AudioScheme | None = None
+    video: VideoScheme | None = None
+    sampling: Sampling = ALL_FRAMES
     placeholders: Mapping[Modality, str] = field(default_factory=dict)
+    written: Mapping[Modality, str] = field(default_factory=dict)
+    bos_after_images: bool = False
     towers: tuple[str, ...] = ()
     decoder: str = ""
     language: tuple[str, ...] = ()
@@ -76,6 +88,7 @@ class Family:
 
 
 _IMAGE, _VIDEO, _AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
+_TWO_A_SECOND = Sampling(fps=2.0)
 _VISION_TOWER = ("vision_tower", "multi_modal_projector")
 _IDEFICS_TOWER = ("vision_model", "connector")
 _QWEN_VISION = {_IMAGE: "image_token_id", _VIDEO: "video_token_id"}
@@ -86,7 +99,9 @@ FAMILIES: dict[str, Family] = {
         Family(
             "qwen2_vl",
             "Qwen2VLForConditionalGeneration",
-            image=image_sizes.qwen_smart_resize,
+            image=each(image_sizes.qwen_smart_resize),
+            video=video_plans.qwen2_video,
+            sampling=_TWO_A_SECOND,
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -95,6 +110,9 @@ FAMILIES: dict[str, Family] = {
         Family(
             "qwen2_5_vl",
             "Qwen2_5_VLForConditionalGeneration",
+            image=each(image_sizes.qwen_smart_resize),
+            video=video_plans.qwen2_5_video,
+            sampling=_TWO_A_SECOND,
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -103,6 +121,9 @@ FAMILIES: dict[str, Family] = {
         Family(
             "qwen3_vl",
             "Qwen3VLForConditionalGeneration",
+            image=each(image_sizes.qwen_smart_resize),
+            video=video_plans.qwen3_video,
+            sampling=_TWO_A_SECOND,
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -111,6 +132,10 @@ FAMILIES: dict[str, Family] = {
         Family(
             "qwen2_5_omni_thinker",
             "Qwen2_5OmniThinkerForConditionalGeneration",
+            image=each(image_sizes.qwen_smart_resize),
+            audio=audio_lengths.qwen2_audio_frames,
+            video=video_plans.omni_video,
+            sampling=_TWO_A_SECOND,
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index", _AUDIO: "audio_token_index"},
             towers=("visual", "audio_tower"),
             decoder="language_model",
@@ -119,7 +144,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "llava",
             "LlavaForConditionalGeneration",
-            image=image_sizes.llava_fixed,
+            image=each(image_sizes.llava_fixed),
             placeholders={_IMAGE: "image_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
@@ -127,6 +152,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "llava_next",
             "LlavaNextForConditionalGeneration",
+            image=each(tiling.llava_next_anyres),
             placeholders={_IMAGE: "image_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
@@ -134,6 +160,9 @@ FAMILIES: dict[str, Family] = {
         Family(
             "llava_onevision",
             "LlavaOnevisionForConditionalGeneration",
+            image=tiling.llava_onevision_anyres,
+            video=video_plans.llava_onevision_video,
+            sampling=Sampling(frames=32),
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
@@ -141,13 +170,18 @@ FAMILIES: dict[str, Family] = {
         Family(
             "internvl",
             "InternVLForConditionalGeneration",
-            placeholders={_IMAGE: "image_token_id"},
+            image=each(tiling.internvl_tiles),
+            video=video_plans.internvl_video,
+            sampling=Sampling(frames=8),
+            placeholders={_IMAGE: "image_token_id", _VIDEO: "image_token_id"},
+            written={_VIDEO: "video_token"},
             towers=_VISION_TOWER,
             decoder="language_model",
         ),
         Family(
             "smolvlm",
             "SmolVLMForConditionalGeneration",
+            image=each(tiling.idefics3_tiles),
             placeholders={_IMAGE: "image_token_id"},
             towers=_IDEFICS_TOWER,
             decoder="text_model",
@@ -155,6 +189,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "idefics3",
             "Idefics3ForConditionalGeneration",
+            image=each(tiling.idefics3_tiles),
             placeholders={_IMAGE: "image_token_id"},
             towers=_IDEFICS_TOWER,
             decoder="text_model",
@@ -162,7 +197,9 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma3",
             "Gemma3ForConditionalGeneration",
+            image=each(tiling.gemma3_pan_and_scan),
             placeholders={_IMAGE: "image_token_index"},
+            written={_IMAGE: "boi_token"},
             towers=_VISION_TOWER,
             decoder="language_model",
             attention=Attention.IMAGE_SPANS,
@@ -170,6 +207,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma4",
             "Gemma4ForConditionalGeneration",
+            image=each(image_sizes.gemma4_resize),
             placeholders={_IMAGE: "image_token_id"},
             towers=("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
             decoder="language_model",
@@ -179,7 +217,9 @@ FAMILIES: dict[str, Family] = {
         Family(
             "paligemma",
             "PaliGemmaForConditionalGeneration",
+            image=each(image_sizes.paligemma_fixed),
             placeholders={_IMAGE: "image_token_index"},
+            bos_after_images=True,
             towers=_VISION_TOWER,
             decoder="language_model",
             attention=Attention.PREFIX,
@@ -187,6 +227,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "mllama",
             "MllamaForConditionalGeneration",
+            image=each(tiling.mllama_tiles),
             placeholders={_IMAGE: "image_token_index"},
             towers=("vision_model", "multi_modal_projector"),
             decoder="language_model",
@@ -195,6 +236,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "qwen2_audio",
             "Qwen2AudioForConditionalGeneration",
+            audio=audio_lengths.qwen2_audio_frames,
             placeholders={_AUDIO: "audio_token_index"},
             towers=("audio_tower", "multi_modal_projector"),
             decoder="language_model",
@@ -202,6 +244,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "voxtral",
             "VoxtralForConditionalGeneration",
+            audio=audio_lengths.voxtral_windows,
             placeholders={_AUDIO: "audio_token_id"},
             towers=("audio_tower", "multi_modal_projector"),
             decoder="language_model",
@@ -209,6 +252,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "phi4_multimodal",
             "Phi4MultimodalForCausalLM",
+            image=each(tiling.phi4_crops),
             placeholders={_IMAGE: "vision_config.image_token_id"},
             towers=("embed_tokens_extend",),
             language=("embed_tokens", "layers", "norm", "rotary_emb"),

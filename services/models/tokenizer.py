@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import count, pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ import tokenizers
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from services.models.checkpoint import named_tokens
 from services.models.registry import UnsupportedModel
 
 
@@ -49,11 +50,7 @@ class PromptTokenizer:
         longest_first = sorted(self._special, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         config = json.loads((path / "tokenizer_config.json").read_text()) if (path / "tokenizer_config.json").is_file() else {}
-        self._variables = {
-            name: value if isinstance(value, str) else value["content"]
-            for name, value in config.items()
-            if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
-        }
+        self._variables = named_tokens(config)
         source = _chat_template(path, config)
         if source is None:
             raise UnsupportedModel(f"{path} has no chat template; add chat_template.jinja beside its tokenizer.json")
@@ -64,12 +61,28 @@ class PromptTokenizer:
         """Tokens, added ones included."""
         return int(self.fast.get_vocab_size(with_added_tokens=True))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool) -> list[int]:
+    @property
+    def bos(self) -> str:
+        """The token that begins a text, or nothing."""
+        return self._variables.get("bos_token", "")
+
+    def named(self, name: str) -> str | None:
+        """The token that tokenizer_config.json calls ``name``."""
+        return self._variables.get(name)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool,
+        rewrite: Callable[[str], str] = lambda text: text,
+    ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
         Args:
             messages: ``{"role", "content"}`` as the template expects; text parts are ``{"type": "text", "text"}``.
             add_special_tokens: let the tokenizer add its own (BOS), unless the template already wrote it.
+            rewrite: changes what the template made before it is tokenised. No user's text spells a special token there.
 
         Where a user's text spells a special token, that place is marked before the template runs and the marked text is
         tokenised literally afterwards, so that it comes out as ordinary tokens.
@@ -80,8 +93,8 @@ class PromptTokenizer:
         mark = _unused_mark(_all_text(messages))
         marked = [self._mark_message(message, mark) for message in messages]
         rendered = self._render(marked)
-        bos = self._variables.get("bos_token")
-        add_special_tokens = add_special_tokens and not (bos and rendered.startswith(bos))
+        add_special_tokens = add_special_tokens and not (self.bos and rendered.startswith(self.bos))
+        rendered = rewrite(rendered)
         if mark not in rendered:
             ids = _encode(self.fast, rendered, add_special_tokens)
             if self._count_special(ids) == self._special_written(rendered, add_special_tokens):
