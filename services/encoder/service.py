@@ -49,7 +49,7 @@ class EncoderService:
     async def start(self, readiness: Readiness, address: str) -> None:
         if self._config.threads:
             torch.set_num_threads(self._config.threads)
-        if self._checkpoint.family.countable:
+        if self._checkpoint.family.encoded:
             started = time.perf_counter()
             preprocessor, towers = await asyncio.to_thread(self._load)
             self._servicer.pipeline = self._pipeline(preprocessor, towers)

@@ -27,7 +27,7 @@ class ServedModel:
         self.tokenizer = self.layout.tokenizer.fast
         self.name = config.served_model_name or self.checkpoint.name
         self.family = self.checkpoint.family.model_type
-        self.modalities: tuple[Modality, ...] = self.checkpoint.family.countable if config.encoder_addresses else ()
+        self.modalities: tuple[Modality, ...] = self.checkpoint.family.encoded if config.encoder_addresses else ()
         self.max_model_len = config.max_model_len or self.checkpoint.max_position_embeddings
 
     @cached_property

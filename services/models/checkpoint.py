@@ -140,6 +140,8 @@ def open_checkpoint(model: str) -> Checkpoint:
     config = _read_json(path / "config.json")
     if config is None:
         raise UnsupportedModel(f"{path} holds no config.json; give --model a folder with a Hugging Face checkpoint")
+    if config.get("model_type") == "qwen2_5_omni":  # as published: what thinks, and what talks beside it
+        config = config["thinker_config"]
     if not any(path.glob("*.safetensors")):
         raise UnsupportedModel(
             f"{path} holds no .safetensors files; other weight formats are not read, convert the checkpoint first"

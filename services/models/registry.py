@@ -47,6 +47,7 @@ class Family:
         audio: plans a recording; None: takes none.
         video: plans a video; None: takes none.
         sampling: frames of a video that are looked at, where neither the caller nor the checkpoint says it.
+        encoded: what the encoder computes, and so what the gateway takes.
         placeholders: config key that holds each modality's placeholder token.
         written: tokenizer_config key of what the chat template writes for an item, where that is not the placeholder.
         bos_after_images: BOS stands behind the last picture, of which there is one, and a line break ends the prompt.
@@ -65,6 +66,7 @@ class Family:
     audio: AudioScheme | None = None
     video: VideoScheme | None = None
     sampling: Sampling = ALL_FRAMES
+    encoded: tuple[Modality, ...] = ()
     placeholders: Mapping[Modality, str] = field(default_factory=dict)
     written: Mapping[Modality, str] = field(default_factory=dict)
     bos_after_images: bool = False
@@ -80,11 +82,6 @@ class Family:
     def modalities(self) -> tuple[Modality, ...]:
         """What the language model takes besides text."""
         return tuple(self.placeholders)
-
-    @property
-    def countable(self) -> tuple[Modality, ...]:
-        """What can be counted before it is encoded, and so what the gateway and the encoder take."""
-        return (Modality.IMAGE,) if self.image else ()
 
 
 _IMAGE, _VIDEO, _AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
@@ -102,6 +99,7 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.qwen_smart_resize),
             video=video_plans.qwen2_video,
             sampling=_TWO_A_SECOND,
+            encoded=(_IMAGE,),
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -145,6 +143,7 @@ FAMILIES: dict[str, Family] = {
             "llava",
             "LlavaForConditionalGeneration",
             image=each(image_sizes.llava_fixed),
+            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
