@@ -63,12 +63,13 @@ class Engine:
     Attributes:
         steps: steps since the start.
         largest_batch: most sequences in one step.
+        generated: tokens of answers since the start.
         step_started: when the step that is running began, on the monotonic clock; None between steps.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler = runner, scheduler
-        self.steps = self.largest_batch = 0
+        self.steps = self.largest_batch = self.generated = 0
         self.step_started: float | None = None
         self._answers: dict[str, Answer] = {}  # by sequence id
         self._scored: set[str] = set()  # sequences whose prompt's logits are wanted
@@ -139,6 +140,7 @@ class Engine:
         logits = output.logits if len(rows) == len(output.sampling) else output.logits[rows]
         choices = _choose([answer.chooser for answer in answers], logits)
         now = time.monotonic()
+        self.generated += len(choices)
         for row, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
             if choice is None:
                 self._fail(answer.sequence, answer.chooser.failure or NOT_NUMBERS)

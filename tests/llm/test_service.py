@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import prometheus_client
 import pytest
 import torch
 
@@ -267,3 +268,22 @@ async def test_rows_that_never_come_end_with_the_deadline(checkpoint_dir: Callab
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await llm.check_free()
         release.set()
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_comes_again_is_found_and_counted(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        words = list(range(5, 55))
+        first, again = [
+            [r.done async for r in client.stub.Generate(client.request(name, token_ids=words), timeout=20) if r.HasField("done")]
+            for name in ("first", "again")
+        ]
+        assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 48)
+        load = await client.stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=5)
+        assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (100, 48)
+        assert load.cached_blocks == 3 and load.free_blocks == load.total_blocks
+        page = prometheus_client.generate_latest().decode()
+        for line in ("triptych_llm_prefix_hit_tokens_total 48.0", "triptych_llm_generated_tokens_total 6.0"):
+            assert line in page
+        assert 'triptych_llm_kv_blocks{group="full",state="cached"} 3.0' in page
+    assert "triptych_llm_steps" not in prometheus_client.generate_latest().decode()
