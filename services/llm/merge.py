@@ -19,6 +19,8 @@ from services.models.checkpoint import Checkpoint
 from services.models.media import Grid, Modality
 from services.models.registry import Attention
 
+_ROWS_AT_ONCE = 256  # of a mask, where each of its bits becomes a number of 8 bytes
+
 
 @dataclass(frozen=True)
 class MediaRun:
@@ -254,7 +256,9 @@ def atoms(masks: Sequence[torch.Tensor] | Any, length: int) -> list[tuple[int, i
     columns = torch.arange(1, length + 1)
     last = columns.clone()  # one past the furthest token that each token sees
     for mask in masks:
-        last = torch.maximum(last, (mask.cpu() * columns).max(1).values)
+        for at in range(0, length, _ROWS_AT_ONCE):
+            seen = mask[at : at + _ROWS_AT_ONCE].cpu()
+            last[at : at + _ROWS_AT_ONCE] = last[at : at + _ROWS_AT_ONCE].maximum((seen * columns).amax(1))
     found: list[tuple[int, int]] = []
     reach = 0
     for token, stop in enumerate(last.tolist()):
