@@ -244,15 +244,16 @@ class Engine:
         except Exception:
             logger.exception("merge failed")
             text = "the prompt could not be merged with its media; the log has the details"
-            self._outbox.append((request, EngineFailure(text)))
+            self._send(request, EngineFailure(text))
             return
         sequence = _sequence(name, arguments, list(atoms), self.runner.merger.family.cross, self.runner.pruning)
         if refusal := self.scheduler.refusal(sequence):
             self.runner.remove(name)
-            self._outbox.append((request, Refused(refusal)))
+            self._send(request, Refused(refusal))
             return
         grammar = arguments.grammar.start() if arguments.grammar else None
-        chooser = TokenChooser(arguments.sampling, arguments.prompt, arguments.end_token_ids, arguments.min_tokens, grammar)
+        words = [token for token in arguments.prompt if token < self.runner.vocab_size]  # a placeholder may have no logit
+        chooser = TokenChooser(arguments.sampling, words, arguments.end_token_ids, arguments.min_tokens, grammar)
         answer = Answer(request, 0, sequence, chooser)
         self._answers[name] = answer
         request.answers.append(answer)

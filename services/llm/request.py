@@ -86,8 +86,9 @@ async def read_generate(
         raise invalid("request_id", f"must have 1 to 128 characters, got {len(request.request_id)}")
     if not prompt:
         raise invalid("token_ids", "must not be empty")
-    if max(prompt) >= limits.vocab_size:
-        raise invalid("token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {max(prompt)}")
+    placeholders = {checkpoint.placeholder_id(modality) for modality in checkpoint.family.modalities}  # may lie past the logits
+    if (last := max(set(prompt) - placeholders, default=0)) >= limits.vocab_size:
+        raise invalid("token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {last}")
     media = _media(request.spans, prompt, checkpoint)
     salt = request.cache_salt.encode()
     if len(salt) > MAX_SALT_BYTES:
