@@ -35,8 +35,9 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
         self.engine, self.fetcher, self.checkpoint, self.grammars, self.seed = engine, fetcher, checkpoint, grammars, seed
         runner, kv = engine.runner, engine.scheduler.kv
         self.limits = Limits(
-            runner.vocab_size, runner.max_model_len, kv.pools[0].total * kv.block_size, runner.pruning, runner.pruning_obstacle
-        )
+            runner.vocab_size, runner.max_model_len, kv.pools[0].total * kv.block_size, runner.pruning, runner.pruning_obstacle,
+            engine.scheduler.max_sequences,
+        )  # fmt: skip
         self._active: dict[str, Request] = {}
 
     async def Generate(

@@ -60,8 +60,8 @@ class Client:
 
 
 @asynccontextmanager
-async def running(path: Path) -> AsyncIterator[Client]:
-    service = LlmService(LlmConfig(model=str(path), dtype="float32", kv_cache_memory_bytes=16 << 20))
+async def running(path: Path, **options: Any) -> AsyncIterator[Client]:
+    service = LlmService(LlmConfig(model=str(path), dtype="float32", kv_cache_memory_bytes=16 << 20, **options))
     server = grpc.aio.server(interceptors=[ServiceInterceptor(service.open_while_draining)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -80,6 +80,13 @@ async def test_a_stop_token_that_does_not_exist(checkpoint_dir: Dirs) -> None:
     async with running(checkpoint_dir("llama")) as client:
         error = await client.refused(client.generate("odd", [1, 2], stop_token_ids=[1_000_000], min_tokens=2))
         assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "sampling.stop_token_ids")
+
+
+@pytest.mark.asyncio
+async def test_more_answers_than_sequences_run_at_once(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("llama"), max_num_seqs=2) as client:
+        error = await client.refused(client.generate("odd", [1, 2], n=3))
+        assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "sampling.n") and "at most 2" in error.message
 
 
 @pytest.mark.asyncio
