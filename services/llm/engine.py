@@ -82,10 +82,11 @@ class Engine:
         self._loop, self._died = loop, died
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the current step."""
+    def stop(self, seconds: float | None = None) -> bool:
+        """End the thread after the current step; False if that takes more than ``seconds``."""
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def submit(self, request: Request) -> None:
         """Start a request. Safe from any thread, like every method below."""

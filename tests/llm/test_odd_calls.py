@@ -149,6 +149,24 @@ async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
 
 
 @pytest.mark.asyncio
+async def test_a_service_stops_in_the_middle_of_constrained_answers(
+    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        died: list[bool] = []
+        monkeypatch.setattr(client.service.engine, "_died", lambda: died.append(True))
+        calls = [client.generate(f"c{i}", [1, 2], max_tokens=2000, regex="[a-z]{4000}") for i in range(3)]
+        for call in calls:
+            async for response in call:
+                if response.WhichOneof("event") == "delta":
+                    break
+        await client.service.stop()
+        assert not died and not [r for r in caplog.records if r.levelno >= logging.ERROR]
+        for call in calls:
+            call.cancel()
+
+
+@pytest.mark.asyncio
 async def test_an_engine_that_dies_says_so(checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(checkpoint_dir("llama")) as client:
         engine, died = client.service.engine, asyncio.Event()
