@@ -267,3 +267,38 @@ async def test_rows_that_never_come_end_with_the_deadline(checkpoint_dir: Callab
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await llm.check_free()
         release.set()
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_needs_no_rows_does_not_wait_for_them(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with withheld(checkpoint_dir("qwen2_vl")) as (llm, address, release):
+
+        def again(name: str) -> llm_pb2.GenerateRequest:
+            return llm.request(name, encoder=address, token_ids=[*BEFORE, *[llm.image] * ROWS, *range(20, 40)])
+
+        release.set()
+        first = await llm.tokens(again("first"))
+        release.clear()
+        assert await llm.tokens(again("again"), timeout=5) == first
+        await llm.check_free()
+
+
+@pytest.mark.asyncio
+async def test_a_placeholder_that_has_no_logit_is_read_penalized_and_scored(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("mllama")) as llm:
+        runner, fake = llm.service.engine.runner, good_encoder(llm)
+        assert llm.image == runner.vocab_size
+        fake.announced = runner.merger.cross_rows
+        fake.rows = torch.zeros(fake.announced, runner.hidden_size)
+        sampling = sampling_pb2.SamplingParams(max_tokens=3, ignore_eos=True, repetition_penalty=1.3, prompt_logprobs=2)
+        async with encoder(fake) as address:
+            picture = span(address, rows=fake.announced)
+            picture.grid.CopyFrom(media_pb2.Grid(t=1, h=1, w=1))
+            prompt = [*BEFORE, llm.image, 8]
+            request = llm.request(token_ids=prompt, spans=[picture], sampling=sampling)
+            deltas = [r.delta async for r in llm.stub.Generate(request, timeout=20) if r.HasField("delta")]
+        assert [scored.token_id for scored in deltas[0].prompt_logprobs.tokens] == prompt[1:]
+        assert sum(len(delta.token_ids) for delta in deltas) == 3
+        error = await llm.error(llm.request(token_ids=[*BEFORE, llm.image + 1]))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and "token_ids" in str(error.details())
+        await llm.check_free()
