@@ -132,12 +132,14 @@ class Engine:
         self.scheduler.commit(chunks)
         if output.scored or len(output.sampling) < len(chunks):
             self._note_prefills(chunks, output)
-        answers, rows = [], []
+        answers: list[Answer] = []
+        rows: list[int] = []
         for row, chunk in enumerate(output.sampling):
-            for answer in self._fork(chunk.sequence) if chunk.sequence.n > 1 else (self._answers[chunk.sequence.id],):
-                answers.append(answer)
-                rows.append(row)
-        logits = output.logits if len(rows) == len(output.sampling) else output.logits[rows]
+            if (answer := self._answers.get(chunk.sequence.id)) is not None:  # not failed by a broken sibling
+                forked = self._fork(chunk.sequence) if chunk.sequence.n > 1 else [answer]
+                answers += forked
+                rows += [row] * len(forked)
+        logits = output.logits if rows == list(range(len(output.sampling))) else output.logits[rows]
         choices = _choose([answer.chooser for answer in answers], logits)
         now = time.monotonic()
         for row, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
@@ -188,10 +190,10 @@ class Engine:
         """Log probabilities of the prompt tokens behind those of a chunk; the last chunk sends all."""
         prompt, top = request.arguments.prompt, request.arguments.prompt_logprobs
         assert top is not None
-        following = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
-        known = chunk.start + 1 <= len(request.prompt_scores)  # a preempted sequence computes its prompt again
-        if following and not known:
-            request.prompt_scores += prompt_logprobs(logits[: len(following)], following, top)
+        known = len(request.prompt_scores)  # a preempted sequence computes its prompt again, cut into other chunks
+        following = prompt[known + 1 : chunk.start + chunk.count + 1]
+        if following:
+            request.prompt_scores += prompt_logprobs(logits[known - chunk.start :][: len(following)], following, top)
         if chunk.start + chunk.count >= len(prompt):
             self._scored.discard(chunk.sequence.id)
             self._send(request, PromptScores(request.prompt_scores))
