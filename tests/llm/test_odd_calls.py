@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -128,6 +129,32 @@ async def test_cancelled_calls_leave_no_task_behind(checkpoint_dir: Dirs, caplog
         async with asyncio.timeout(5):
             while len(asyncio.all_tasks()) > before or client.service.engine.scheduler.running:
                 await asyncio.sleep(0.01)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+@pytest.mark.asyncio
+async def test_a_fetch_that_fails_while_it_is_cancelled_is_no_error(
+    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(checkpoint_dir("qwen2_vl")) as client:
+        ended = asyncio.Event()
+
+        async def fetch(*_args: object) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+                raise ServiceError(CODE.UNAVAILABLE, "the encoder went away in the same moment")
+
+        monkeypatch.setattr(client.service.fetcher, "fetch", fetch)
+        image = client.service.servicer.checkpoint.placeholder_id(Modality.IMAGE)
+        span = media_pb2.Span(modality=1, offset=1, rows=4, grid=media_pb2.Grid(t=1, h=4, w=4), ref=NOWHERE)
+        call = client.generate("odd", [5, *[image] * 4, 6], span)
+        assert (await call.read()).HasField("admitted")
+        call.cancel()
+        await asyncio.wait_for(ended.wait(), 5)
+        await client.serves()
+        gc.collect()  # where asyncio complains of errors that nobody looked at
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
