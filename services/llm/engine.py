@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -115,7 +115,7 @@ class Engine:
             self.runner.prepare(kv.take_copies(), kv.take_stale())
             output = self.runner.run(chunks, self._scored)
         except Exception:
-            logger.exception("step failed")
+            logger.exception("step failed", extra=_of(self._answers[c.sequence.id] for c in chunks))
             for chunk in chunks:
                 self._fail(chunk.sequence, "the step that computed this request failed; the log has the details")
         else:
@@ -140,7 +140,7 @@ class Engine:
                 answers += forked
                 rows += [row] * len(forked)
         logits = output.logits if rows == list(range(len(output.sampling))) else output.logits[rows]
-        choices = _choose([answer.chooser for answer in answers], logits)
+        choices = _choose(answers, logits)
         now = time.monotonic()
         for row, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
             if choice is None:
@@ -245,7 +245,7 @@ class Engine:
         try:
             atoms = self.runner.add(name, arguments.prompt, arguments.media)
         except Exception:
-            logger.exception("merge failed")
+            logger.exception("merge failed", extra={"fields": {"requests": [arguments.id]}})
             text = "the prompt could not be merged with its media; the log has the details"
             self._send(request, EngineFailure(text))
             return
@@ -315,16 +315,21 @@ class Engine:
             self._loop.call_soon_threadsafe(_put_all, batch)
 
 
-def _choose(choosers: list[TokenChooser], logits: torch.Tensor) -> list[Choice | None]:
+def _choose(answers: list[Answer], logits: torch.Tensor) -> list[Choice | None]:
     """A choice for every row; where choosing goes wrong it does for one row only."""
     try:
-        return choose(choosers, logits)
+        return choose([answer.chooser for answer in answers], logits)
     except Exception:
-        logger.exception("sampling failed")
-        if len(choosers) > 1:
-            return [_choose([chooser], logits[i : i + 1])[0] for i, chooser in enumerate(choosers)]
-        choosers[0].failure = "no token could be chosen for this request; the log has the details"
+        if len(answers) > 1:
+            return [_choose([answer], logits[i : i + 1])[0] for i, answer in enumerate(answers)]
+        logger.exception("sampling failed", extra=_of(answers))
+        answers[0].chooser.failure = "no token could be chosen for this request; the log has the details"
         return [None]
+
+
+def _of(answers: Iterable[Answer]) -> dict[str, object]:
+    """What names the requests of answers in a log line; the engine's thread serves many and has no request id of its own."""
+    return {"fields": {"requests": sorted({answer.request.arguments.id for answer in answers})}}
 
 
 def _put_all(batch: list[tuple[Request, Event]]) -> None:

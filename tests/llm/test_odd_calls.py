@@ -194,6 +194,25 @@ async def test_a_service_stops_in_the_middle_of_constrained_answers(
 
 
 @pytest.mark.asyncio
+async def test_a_step_that_fails_names_its_requests_in_the_log(
+    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        run = client.service.engine.runner.run
+
+        def fail_once(*arguments: Any) -> None:
+            monkeypatch.setattr(client.service.engine.runner, "run", run)
+            raise MemoryError("no room for 7 numbers")
+
+        monkeypatch.setattr(client.service.engine.runner, "run", fail_once)
+        error = await client.refused(client.generate("odd", [1, 2], n=2))
+        assert error.code is CODE.INTERNAL and "7 numbers" not in error.message
+        client.service.engine.scheduler.check_integrity()
+    (line,) = [r for r in caplog.records if r.levelno >= logging.ERROR and r.name == "services.llm.engine"]
+    assert line.fields == {"requests": ["odd"]}  # type: ignore[attr-defined]
+
+
+@pytest.mark.asyncio
 async def test_an_engine_that_dies_says_so(checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(checkpoint_dir("llama")) as client:
         engine, died = client.service.engine, asyncio.Event()
