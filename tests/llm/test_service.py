@@ -261,6 +261,18 @@ async def test_an_encoder_that_lies_or_is_away_fails_its_request_only(checkpoint
 
 
 @pytest.mark.asyncio
+async def test_channels_to_encoders_of_the_past_are_closed(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("qwen2_vl")) as llm, encoder(good_encoder(llm)) as address:
+        fetcher = llm.service.fetcher
+        for port in range(1, 21):
+            error = await llm.error(llm.request(encoder=f"127.0.0.1:{port}"))
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert len(fetcher._channels) == 16 and "127.0.0.1:20" in fetcher._channels
+        assert len(await llm.tokens(llm.request(encoder=address))) == 3
+        assert len(fetcher._channels) == 16 and address in fetcher._channels and not any(fetcher._users.values())
+
+
+@pytest.mark.asyncio
 async def test_rows_that_never_come_end_with_the_deadline(checkpoint_dir: Callable[[str], Path]) -> None:
     async with withheld(checkpoint_dir("qwen2_vl")) as (llm, address, release):
         error = await llm.error(llm.request(encoder=address), timeout=1)
