@@ -25,6 +25,7 @@ from services.models.checkpoint import open_checkpoint
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
+_STOP_SECONDS = 10.0  # for the step that runs when the service is told to stop
 
 
 class LlmService:
@@ -87,6 +88,7 @@ class LlmService:
         if self._watchdog is not None:
             self._watchdog.cancel()
         prometheus_client.REGISTRY.unregister(self._collector)
-        self.grammars.close()
         await self.fetcher.close()
-        await asyncio.to_thread(self.engine.stop)
+        if not await asyncio.to_thread(self.engine.stop, _STOP_SECONDS):
+            logs.event(logger, "a step hangs; the process ends without it", logging.ERROR)
+        self.grammars.close()  # only now: steps use its threads
