@@ -74,14 +74,15 @@ class LlmConfig(ServiceConfig):
         "", "drop the visual tokens that get least attention from layer K on: fastv:K=2 where asked, fastv:K=2,keep=0.5 always"
     )
     watchdog_seconds: float = option(300.0, "a step that takes longer makes liveness fail; 0 turns that off")
-    seed: int = option(0, "seed for requests that bring none")
+    max_requests: int = option(1024, "most requests held at once, running or waiting; more are refused until one ends")
+    seed: int = option(0, "seed for requests that bring none; 0 draws one for each")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("block_size", "threads", "max_model_len", "long_prefill_token_threshold", "watchdog_seconds"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
+        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "max_requests"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -49,7 +50,7 @@ class LlmService:
         self.fetcher = RowFetcher(checkpoint.fingerprint, runner.hidden_size, runner.merger.features)
         placeholders = [checkpoint.placeholder_id(modality) for modality in checkpoint.family.modalities]
         self.grammars = Grammars(checkpoint.path, runner.vocab_size, checkpoint.end_token_ids, placeholders)
-        self.servicer = LlmServicer(self.engine, self.fetcher, checkpoint, self.grammars, config.seed)
+        self.servicer = LlmServicer(self.engine, self.fetcher, checkpoint, self.grammars, config)
         self._collector = EngineCollector(self.engine)
         self._watchdog_seconds = config.watchdog_seconds
         self._watchdog: asyncio.Task[None] | None = None
@@ -87,7 +88,8 @@ class LlmService:
     async def stop(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
-        prometheus_client.REGISTRY.unregister(self._collector)
+        with contextlib.suppress(KeyError):  # it was never started, or is stopped already
+            prometheus_client.REGISTRY.unregister(self._collector)
         await self.fetcher.close()
         if not await asyncio.to_thread(self.engine.stop, _STOP_SECONDS):
             logs.event(logger, "a step hangs; the process ends without it", logging.ERROR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -13,6 +14,7 @@ import torch
 
 from services.common.channel import time_left
 from services.common.errors import ServiceError, invalid
+from services.llm.config import LlmConfig
 from services.llm.embeddings import FetchTimes, RowFetcher, remote_items
 from services.llm.engine import Engine, Request
 from services.llm.events import Aborted, Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Token
@@ -32,8 +34,10 @@ _FINISH = {Finish.STOP: usage_pb2.FINISH_REASON_STOP, Finish.LENGTH: usage_pb2.F
 class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
     """The gRPC face of an engine."""
 
-    def __init__(self, engine: Engine, fetcher: RowFetcher, checkpoint: Checkpoint, grammars: Grammars, seed: int) -> None:
-        self.engine, self.fetcher, self.checkpoint, self.grammars, self.seed = engine, fetcher, checkpoint, grammars, seed
+    def __init__(
+        self, engine: Engine, fetcher: RowFetcher, checkpoint: Checkpoint, grammars: Grammars, config: LlmConfig
+    ) -> None:
+        self.engine, self.fetcher, self.checkpoint, self.grammars, self.config = engine, fetcher, checkpoint, grammars, config
         runner, kv = engine.runner, engine.scheduler.kv
         self.limits = Limits(
             runner.vocab_size, runner.max_model_len, kv.pools[0].total * kv.block_size, runner.pruning, runner.pruning_obstacle,
@@ -44,7 +48,11 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
     async def Generate(
         self, request: llm_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
-        arguments = await read_generate(request, self.limits, self.checkpoint, self.grammars, self.seed)
+        if len(self._active) >= self.config.max_requests:
+            text = f"{len(self._active)} requests are running or waiting, as many as --max-requests allows; try again soon"
+            raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, text, reason="TOO_MANY_REQUESTS", retry_delay=1.0)
+        seed = self.config.seed or secrets.randbits(63)
+        arguments = await read_generate(request, self.limits, self.checkpoint, self.grammars, seed)
         if request.request_id in self._active:
             raise ServiceError(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {request.request_id} is already running; use a new id"

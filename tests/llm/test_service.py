@@ -126,8 +126,10 @@ async def serve(add: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> A
 
 
 @asynccontextmanager
-async def running(path: Path) -> AsyncIterator[Running]:
-    config = LlmConfig(model=str(path), dtype="float32", device="cpu", kv_cache_memory_bytes=16 << 20, max_model_len=256)
+async def running(path: Path, **options: Any) -> AsyncIterator[Running]:
+    config = LlmConfig(
+        model=str(path), dtype="float32", device="cpu", kv_cache_memory_bytes=16 << 20, max_model_len=256, **options
+    )
     service = LlmService(config)
     await service.start(FakeReadiness(), "")  # type: ignore[arg-type]
     async with (
@@ -334,3 +336,30 @@ async def test_a_placeholder_that_has_no_logit_is_read_penalized_and_scored(chec
         error = await llm.error(llm.request(token_ids=[*BEFORE, llm.image + 1]))
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and "token_ids" in str(error.details())
         await llm.check_free()
+
+
+@pytest.mark.asyncio
+async def test_more_requests_than_may_be_held_are_told_to_come_back(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("llama"), max_requests=1) as llm:
+        long = llm.request("long", sampling=sampling_pb2.SamplingParams(max_tokens=200, ignore_eos=True))
+        call = llm.stub.Generate(long, timeout=60)
+        await anext(aiter(call))
+        error = await llm.error(llm.request("second"))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "--max-requests" in str(error.details())
+        call.cancel()
+        while llm.service.servicer._active:
+            await asyncio.sleep(0)
+        await llm.check_free()
+
+
+@pytest.mark.asyncio
+async def test_requests_without_a_seed_differ_and_those_with_one_agree(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("llama")) as llm:
+
+        async def drawn(name: str, **seed: int) -> list[int]:
+            sampling = sampling_pb2.SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True, **seed)
+            return await llm.tokens(llm.request(name, sampling=sampling))
+
+        free = [await drawn(f"free{i}") for i in range(3)]
+        assert len({tuple(tokens) for tokens in free}) == 3
+        assert await drawn("a", seed=7) == await drawn("b", seed=7)
