@@ -77,6 +77,6 @@ def test_texts_full_of_marks_or_special_tokens_take_no_time(folder: Path) -> Non
     marks = "".join(f"\ufdd0{n}\ufdd1" for n in range(100_000))
     special = [{"type": "text", "text": "</s>" * 200} for _ in range(1000)]
     for content in marks, special:
-        started = time.monotonic()
+        started = time.process_time()
         tokenizer.encode_chat([{"role": "user", "content": content}], add_special_tokens=True)
-        assert time.monotonic() - started < 6.0
+        assert time.process_time() - started < 15.0  # the square would be minutes

@@ -12,7 +12,7 @@ from scripts.checkpoints.blueprint import Options
 from scripts.checkpoints.registry import FAMILIES
 from scripts.checkpoints.templates_vision import smolvlm
 from services.models.hf import transformers
-from tests.models.test_make_checkpoint import VISION, ask, last_logits, load, make
+from tests.models.test_make_checkpoint import ask, last_logits, load, make
 from tests.oracle.test_vision import read
 from tests.reference import picture
 
@@ -51,7 +51,7 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module", params=[family for family in VISION if family not in ("qwen2_vl", "llava")])
+@pytest.fixture(scope="module", params=list(ROWS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("checkpoint") / request.param, request.param)
 
