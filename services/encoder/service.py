@@ -15,12 +15,13 @@ from services.common.server import Readiness
 from services.encoder.batcher import Batcher
 from services.encoder.config import EncoderConfig
 from services.encoder.decode import decode_image
-from services.encoder.pipeline import Pipeline
-from services.encoder.preprocess import ImagePreprocessor, Prepared
+from services.encoder.pipeline import Pipeline, Planned
+from services.encoder.preprocess import Prepared, Preprocessor
 from services.encoder.servicer import EncoderServicer
 from services.encoder.store import Store
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
+from services.models.media import Modality
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -68,16 +69,18 @@ class EncoderService:
         if self._servicer.pipeline is not None:
             await self._servicer.pipeline.stop()
 
-    def _load(self) -> tuple[ImagePreprocessor, Towers]:
+    def _load(self) -> tuple[Preprocessor, Towers]:
         """Load both, and encode one blank picture: what cannot work fails here and not at the first request."""
-        preprocessor = ImagePreprocessor(self._checkpoint)
+        preprocessor = Preprocessor(self._checkpoint, self._checkpoint.family.encoded)
         towers = Towers(self._checkpoint, self._config.dtype, self._config.device)
-        towers.encode([preprocessor(Image.new("RGB", WARM_UP_SIZE))])
+        towers.encode([preprocessor(Image.new("RGB", WARM_UP_SIZE), self._checkpoint.plan_image(*WARM_UP_SIZE))])
         return preprocessor, towers
 
-    def _pipeline(self, preprocessor: ImagePreprocessor, towers: Towers) -> Pipeline:
-        def prepare(data: bytes, field: str) -> Prepared:
-            return preprocessor(decode_image(data, field, self._config.max_pixels, preprocessor.check_size))
+    def _pipeline(self, preprocessor: Preprocessor, towers: Towers) -> Pipeline:
+        def prepare(data: bytes, planned: Planned) -> Prepared:
+            assert planned.plan.modality is Modality.IMAGE, "the servicer takes what the family's entry says is encoded"
+            picture = decode_image(data, planned.field, self._config.max_pixels, preprocessor.check_size)
+            return preprocessor(picture, planned.plan)
 
         batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
         return Pipeline(self._store, batcher, prepare, self._config.decode_threads)

@@ -12,11 +12,10 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from encoder_harness import Client, error_of, file_bytes, picture, png_header, running
+from encoder_harness import Client, error_of, file_bytes, image_preprocessor, picture, png_header, running
 from prometheus_client import REGISTRY
 
 from services.encoder.batcher import Batcher
-from services.encoder.preprocess import ImagePreprocessor
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
 from triptych.common.v1 import media_pb2, tensor_pb2
@@ -46,7 +45,7 @@ def gate(client: Client) -> Iterator[threading.Event]:
 
 def expected_rows(path: Path, image: Any) -> torch.Tensor:
     checkpoint = open_checkpoint(str(path))
-    ((rows,),) = Towers(checkpoint, "float32", "cpu").encode([ImagePreprocessor(checkpoint)(image)])
+    ((rows,),) = Towers(checkpoint, "float32", "cpu").encode([image_preprocessor(checkpoint)(image)])
     return rows
 
 
