@@ -78,8 +78,9 @@ class LlmConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size < 0:
-            raise ValueError(f"--block-size must not be negative, got {self.block_size}")
+        for name in ("block_size", "threads", "max_model_len", "long_prefill_token_threshold", "watchdog_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import torch
@@ -17,6 +20,7 @@ from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 OnRows = Callable[[int, int, torch.Tensor], None]
+_IDLE_CHANNELS = 16  # kept; encoders come and go, each at an address of its own
 _TRIES = 3  # streams per encoder; each resumes at the first row that has not arrived
 
 
@@ -64,7 +68,7 @@ class FetchTimes:
 
 @dataclass
 class RowFetcher:
-    """Fetches for one language model; keeps one channel per encoder.
+    """Fetches for one language model; keeps one channel per encoder, of those that are idle the latest ones.
 
     Rows of another checkpoint, width or count than planned are refused.
 
@@ -75,7 +79,8 @@ class RowFetcher:
     model_fingerprint: str
     hidden_size: int
     features: int = 1
-    _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+    _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict)  # the least recently used first
+    _users: Counter[str] = field(default_factory=Counter)
 
     async def fetch(self, request_id: str, items: Sequence[RemoteItem], on_rows: OnRows, timeout: float) -> FetchTimes:
         """Stream every item's rows into ``on_rows(span, feature, rows)``, in order within a feature of a span.
@@ -100,9 +105,26 @@ class RowFetcher:
             await channel.close()
 
     async def _fetch_from(self, address: str, request_id: str, items: list[RemoteItem], on_rows: OnRows) -> None:
+        async with self._channel(address) as channel:
+            await self._stream(encoder_pb2_grpc.EncoderServiceStub(channel), request_id, items, on_rows)
+
+    @asynccontextmanager
+    async def _channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         if address not in self._channels:
             self._channels[address] = open_channel(address)
-        stub = encoder_pb2_grpc.EncoderServiceStub(self._channels[address])
+        self._channels.move_to_end(address)
+        self._users[address] += 1
+        try:
+            yield self._channels[address]
+        finally:
+            self._users[address] -= 1
+            idle = [a for a in self._channels if not self._users[a]]
+            for a in idle[: max(0, len(idle) - _IDLE_CHANNELS)]:
+                del self._users[a]
+                await self._channels.pop(a).close()
+
+    async def _stream(self, stub: Any, request_id: str, items: list[RemoteItem], on_rows: OnRows) -> None:
+        """Every row of one encoder's items, on as few streams as it takes."""
         for attempt in range(1, _TRIES + 1):
             left = [item for item in items if not item.done]
             wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=min(item.arrived)) for item in left]

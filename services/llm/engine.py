@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,12 +63,13 @@ class Engine:
     Attributes:
         steps: steps since the start.
         largest_batch: most sequences in one step.
+        generated: tokens of answers since the start.
         step_started: when the step that is running began, on the monotonic clock; None between steps.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler = runner, scheduler
-        self.steps = self.largest_batch = 0
+        self.steps = self.largest_batch = self.generated = 0
         self.step_started: float | None = None
         self._answers: dict[str, Answer] = {}  # by sequence id
         self._scored: set[str] = set()  # sequences whose prompt's logits are wanted
@@ -82,10 +83,11 @@ class Engine:
         self._loop, self._died = loop, died
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the current step."""
+    def stop(self, seconds: float | None = None) -> bool:
+        """End the thread after the current step; False if that takes more than ``seconds``."""
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def submit(self, request: Request) -> None:
         """Start a request. Safe from any thread, like every method below."""
@@ -114,7 +116,7 @@ class Engine:
             self.runner.prepare(kv.take_copies(), kv.take_stale())
             output = self.runner.run(chunks, self._scored)
         except Exception:
-            logger.exception("step failed")
+            logger.exception("step failed", extra=_of(self._answers[c.sequence.id] for c in chunks))
             for chunk in chunks:
                 self._fail(chunk.sequence, "the step that computed this request failed; the log has the details")
         else:
@@ -131,14 +133,17 @@ class Engine:
         self.scheduler.commit(chunks)
         if output.scored or len(output.sampling) < len(chunks):
             self._note_prefills(chunks, output)
-        answers, rows = [], []
+        answers: list[Answer] = []
+        rows: list[int] = []
         for row, chunk in enumerate(output.sampling):
-            for answer in self._fork(chunk.sequence) if chunk.sequence.n > 1 else (self._answers[chunk.sequence.id],):
-                answers.append(answer)
-                rows.append(row)
-        logits = output.logits if len(rows) == len(output.sampling) else output.logits[rows]
-        choices = _choose([answer.chooser for answer in answers], logits)
+            if (answer := self._answers.get(chunk.sequence.id)) is not None:  # not failed by a broken sibling
+                forked = self._fork(chunk.sequence) if chunk.sequence.n > 1 else [answer]
+                answers += forked
+                rows += [row] * len(forked)
+        logits = output.logits if rows == list(range(len(output.sampling))) else output.logits[rows]
+        choices = _choose(answers, logits)
         now = time.monotonic()
+        self.generated += len(choices)
         for row, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
             if choice is None:
                 self._fail(answer.sequence, answer.chooser.failure or NOT_NUMBERS)
@@ -187,10 +192,10 @@ class Engine:
         """Log probabilities of the prompt tokens behind those of a chunk; the last chunk sends all."""
         prompt, top = request.arguments.prompt, request.arguments.prompt_logprobs
         assert top is not None
-        following = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
-        known = chunk.start + 1 <= len(request.prompt_scores)  # a preempted sequence computes its prompt again
-        if following and not known:
-            request.prompt_scores += prompt_logprobs(logits[: len(following)], following, top)
+        known = len(request.prompt_scores)  # a preempted sequence computes its prompt again, cut into other chunks
+        following = prompt[known + 1 : chunk.start + chunk.count + 1]
+        if following:
+            request.prompt_scores += prompt_logprobs(logits[known - chunk.start :][: len(following)], following, top)
         if chunk.start + chunk.count >= len(prompt):
             self._scored.discard(chunk.sequence.id)
             self._send(request, PromptScores(request.prompt_scores))
@@ -242,17 +247,18 @@ class Engine:
         try:
             atoms = self.runner.add(name, arguments.prompt, arguments.media)
         except Exception:
-            logger.exception("merge failed")
+            logger.exception("merge failed", extra={"fields": {"requests": [arguments.id]}})
             text = "the prompt could not be merged with its media; the log has the details"
-            self._outbox.append((request, EngineFailure(text)))
+            self._send(request, EngineFailure(text))
             return
         sequence = _sequence(name, arguments, list(atoms), self.runner.merger.family.cross, self.runner.pruning)
         if refusal := self.scheduler.refusal(sequence):
             self.runner.remove(name)
-            self._outbox.append((request, Refused(refusal)))
+            self._send(request, Refused(refusal))
             return
         grammar = arguments.grammar.start() if arguments.grammar else None
-        chooser = TokenChooser(arguments.sampling, arguments.prompt, arguments.end_token_ids, arguments.min_tokens, grammar)
+        words = [token for token in arguments.prompt if token < self.runner.vocab_size]  # a placeholder may have no logit
+        chooser = TokenChooser(arguments.sampling, words, arguments.end_token_ids, arguments.min_tokens, grammar)
         answer = Answer(request, 0, sequence, chooser)
         self._answers[name] = answer
         request.answers.append(answer)
@@ -311,16 +317,21 @@ class Engine:
             self._loop.call_soon_threadsafe(_put_all, batch)
 
 
-def _choose(choosers: list[TokenChooser], logits: torch.Tensor) -> list[Choice | None]:
+def _choose(answers: list[Answer], logits: torch.Tensor) -> list[Choice | None]:
     """A choice for every row; where choosing goes wrong it does for one row only."""
     try:
-        return choose(choosers, logits)
+        return choose([answer.chooser for answer in answers], logits)
     except Exception:
-        logger.exception("sampling failed")
-        if len(choosers) > 1:
-            return [_choose([chooser], logits[i : i + 1])[0] for i, chooser in enumerate(choosers)]
-        choosers[0].failure = "no token could be chosen for this request; the log has the details"
+        if len(answers) > 1:
+            return [_choose([answer], logits[i : i + 1])[0] for i, answer in enumerate(answers)]
+        logger.exception("sampling failed", extra=_of(answers))
+        answers[0].chooser.failure = "no token could be chosen for this request; the log has the details"
         return [None]
+
+
+def _of(answers: Iterable[Answer]) -> dict[str, object]:
+    """What names the requests of answers in a log line; the engine's thread serves many and has no request id of its own."""
+    return {"fields": {"requests": sorted({answer.request.arguments.id for answer in answers})}}
 
 
 def _put_all(batch: list[tuple[Request, Event]]) -> None:

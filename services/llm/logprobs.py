@@ -27,8 +27,11 @@ class Choice:
 
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[Choice]:
-    """Each row's token under raw ``logits`` ``[len(tokens), vocab]``, with as many of the row's likeliest as ``tops`` says."""
-    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    """Each row's token under raw ``logits`` ``[len(tokens), vocab]``, with as many of the row's likeliest as ``tops`` says.
+
+    A placeholder may lie past the last column; what is said of it means nothing.
+    """
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).clamp(max=logits.shape[1] - 1)[:, None])
     scale = logits.logsumexp(-1, keepdim=True)
     ranks = (logits > chosen).sum(-1) + 1
     values, ids = logits.topk(min(max(tops), logits.shape[1]))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from services.llm.attention.cut import Visual
@@ -251,10 +252,10 @@ def _seen(mask: torch.Tensor) -> torch.Tensor:
 
 def atoms(masks: Sequence[torch.Tensor] | Any, length: int) -> list[tuple[int, int]]:
     """Token ranges in which some token sees a later one: a chunk may end before or after one, never inside."""
-    columns = torch.arange(1, length + 1)
-    last = columns.clone()  # one past the furthest token that each token sees
+    last = np.arange(1, length + 1)  # one past the furthest token that each token sees
     for mask in masks:
-        last = torch.maximum(last, (mask.cpu() * columns).max(1).values)
+        seen = mask.cpu().numpy()
+        last = np.maximum(last, np.where(seen.any(1), length - seen[:, ::-1].argmax(1), 0))
     found: list[tuple[int, int]] = []
     reach = 0
     for token, stop in enumerate(last.tolist()):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.errors import invalid
-from services.common.sampling_ranges import check_ranges, constraint_of
+from services.common.sampling_ranges import MAX_ANSWERS, check_ranges, constraint_of
 from services.llm.config import Pruning
 from services.llm.merge import MediaRun
 from services.llm.pruning import VISUAL, dropping
@@ -32,6 +32,7 @@ class Limits:
         pool_tokens: tokens that the whole KV pool holds.
         pruning: how visual tokens are dropped; None if they are not.
         pruning_obstacle: why this model could not, whatever the options; "" if it could.
+        max_num_seqs: most sequences in a step; each answer is one.
     """
 
     vocab_size: int
@@ -39,6 +40,7 @@ class Limits:
     pool_tokens: int
     pruning: Pruning | None = None
     pruning_obstacle: str = ""
+    max_num_seqs: int = MAX_ANSWERS
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ async def read_generate(
         raise invalid("request_id", f"must have 1 to 128 characters, got {len(request.request_id)}")
     if not prompt:
         raise invalid("token_ids", "must not be empty")
-    if max(prompt) >= limits.vocab_size:
-        raise invalid("token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {max(prompt)}")
+    placeholders = {checkpoint.placeholder_id(modality) for modality in checkpoint.family.modalities}  # may lie past the logits
+    if (last := max(set(prompt) - placeholders, default=0)) >= limits.vocab_size:
+        raise invalid("token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {last}")
     media = _media(request.spans, prompt, checkpoint)
     salt = request.cache_salt.encode()
     if len(salt) > MAX_SALT_BYTES:
@@ -97,6 +100,8 @@ async def read_generate(
     if (last := max(given.stop_token_ids, default=0)) >= limits.vocab_size:
         raise invalid("sampling.stop_token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {last}")
     check_ranges(given, limits.vocab_size)
+    if given.n > limits.max_num_seqs:
+        raise invalid("sampling.n", f"must be at most {limits.max_num_seqs}, the service's --max-num-seqs, got {given.n}")
     _check_keep(given, media, len(prompt), limits)
     return GenerateArguments(
         id=request.request_id,

@@ -56,7 +56,7 @@ class TokenChooser:
 
     Args:
         sampling: how to choose.
-        prompt: the prompt's tokens.
+        prompt: the prompt's tokens, as far as they have a logit.
         end_token_ids: never chosen among the first ``min_tokens``.
         min_tokens: see there.
         grammar: what the answer must match; owned by the chooser.

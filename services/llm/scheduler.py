@@ -75,7 +75,7 @@ class Scheduler:
             if end - start > self.token_budget:
                 return (
                     f"tokens {start} to {end} must be computed in one step of {end - start} tokens,"
-                    f" but a step holds at most {self.token_budget}"
+                    f" but a step holds at most {self.token_budget} (--max-num-batched-tokens)"
                 )
         if misfit := self.kv.fits_ever(sequence, self.token_budget):
             group, needed, total = misfit
@@ -199,7 +199,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or seats <= 0 or any(s.passed_over >= self.max_passed_over for s in held_up):
                 break
-            prefix = self._prefix_with_ready_rows(sequence)
+            prefix = None if sequence.paused else self._prefix_with_ready_rows(sequence)
             if prefix is None:
                 continue
             count = self._cut(sequence, prefix, budget)

@@ -8,6 +8,7 @@ import os
 import time
 
 import grpc
+import prometheus_client
 
 from services.common import logs
 from services.common.server import Readiness
@@ -15,6 +16,7 @@ from services.llm.config import LlmConfig
 from services.llm.embeddings import RowFetcher
 from services.llm.engine import Engine
 from services.llm.kv_cache import KvCache
+from services.llm.metrics import EngineCollector
 from services.llm.model_runner import ModelRunner
 from services.llm.scheduler import Scheduler
 from services.llm.servicer import LlmServicer
@@ -23,6 +25,7 @@ from services.models.checkpoint import open_checkpoint
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
+_STOP_SECONDS = 10.0  # for the step that runs when the service is told to stop
 
 
 class LlmService:
@@ -47,6 +50,7 @@ class LlmService:
         placeholders = [checkpoint.placeholder_id(modality) for modality in checkpoint.family.modalities]
         self.grammars = Grammars(checkpoint.path, runner.vocab_size, checkpoint.end_token_ids, placeholders)
         self.servicer = LlmServicer(self.engine, self.fetcher, checkpoint, self.grammars, config.seed)
+        self._collector = EngineCollector(self.engine)
         self._watchdog_seconds = config.watchdog_seconds
         self._watchdog: asyncio.Task[None] | None = None
         logs.event(
@@ -62,6 +66,7 @@ class LlmService:
     async def start(self, readiness: Readiness, address: str) -> None:
         # Without its engine the process would go on looking healthy while every request hangs.
         self.engine.start(asyncio.get_running_loop(), died=lambda: os._exit(70))
+        prometheus_client.REGISTRY.register(self._collector)
         await readiness.set(True)
         if self._watchdog_seconds:
             self._watchdog = asyncio.create_task(self._watch(readiness))
@@ -82,6 +87,8 @@ class LlmService:
     async def stop(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self.grammars.close()
+        prometheus_client.REGISTRY.unregister(self._collector)
         await self.fetcher.close()
-        await asyncio.to_thread(self.engine.stop)
+        if not await asyncio.to_thread(self.engine.stop, _STOP_SECONDS):
+            logs.event(logger, "a step hangs; the process ends without it", logging.ERROR)
+        self.grammars.close()  # only now: steps use its threads

@@ -25,6 +25,7 @@ from services.models.wire import to_chunk
 from triptych.common.v1 import usage_pb2
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
+_STREAM_END_SECONDS = 1.0  # between an item's last row and the end of its stream
 _FINISH = {Finish.STOP: usage_pb2.FINISH_REASON_STOP, Finish.LENGTH: usage_pb2.FINISH_REASON_LENGTH}
 
 
@@ -35,8 +36,9 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
         self.engine, self.fetcher, self.checkpoint, self.grammars, self.seed = engine, fetcher, checkpoint, grammars, seed
         runner, kv = engine.runner, engine.scheduler.kv
         self.limits = Limits(
-            runner.vocab_size, runner.max_model_len, kv.pools[0].total * kv.block_size, runner.pruning, runner.pruning_obstacle
-        )
+            runner.vocab_size, runner.max_model_len, kv.pools[0].total * kv.block_size, runner.pruning, runner.pruning_obstacle,
+            engine.scheduler.max_sequences,
+        )  # fmt: skip
         self._active: dict[str, Request] = {}
 
     async def Generate(
@@ -53,6 +55,7 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
             self.engine.submit(running)
             if request.spans:
                 fetching = asyncio.create_task(self._fetch(request, running, time_left(context)))
+                fetching.add_done_callback(_note_error)
             async with aclosing(self._responses(running, fetching)) as responses:
                 async for response in responses:
                     yield response
@@ -123,7 +126,8 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                         case Accepted():
                             yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
                         case Finished():
-                            yield llm_pb2.GenerateResponse(done=_done(event, await _times(fetching)))
+                            times = await _times(fetching, complete=event.wait_for_rows is not None)
+                            yield llm_pb2.GenerateResponse(done=_done(event, times))
                             if event.last:
                                 return
                         case Aborted():
@@ -141,12 +145,21 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                     waiting.cancel()
 
 
-async def _times(fetching: asyncio.Task[FetchTimes] | None) -> FetchTimes | None:
-    """The fetch's times once its stream has ended; a stream that broke after its last row harms no finished answer."""
+async def _times(fetching: asyncio.Task[FetchTimes] | None, complete: bool) -> FetchTimes | None:
+    """The fetch's times if its stream ends soon; one that breaks or hangs after its last row harms no finished answer.
+
+    Where rows are missing (``complete`` is false) the prefix cache had what they stand for, and nobody waits for them.
+    """
     if fetching is None:
         return None
-    await asyncio.wait([fetching])
-    return None if fetching.cancelled() or fetching.exception() else fetching.result()
+    await asyncio.wait([fetching], timeout=_STREAM_END_SECONDS if complete else 0)
+    return fetching.result() if fetching.done() and not fetching.cancelled() and not fetching.exception() else None
+
+
+def _note_error(fetching: asyncio.Task[FetchTimes]) -> None:
+    """Mark the error of a fetch as seen: the call may have ended otherwise, and asyncio would log it as nobody's."""
+    if not fetching.cancelled():
+        fetching.exception()
 
 
 async def _first_error(fetching: asyncio.Task[FetchTimes]) -> ServiceError:

@@ -110,6 +110,9 @@ class Compared:
         self.backend, self.naive = CudaBackend(), NaiveBackend()
         self.mixed = self.windows = self.masked = 0
 
+    def stores(self, *_: Any) -> bool:
+        return False
+
     def attend(self, pool: Any, layer: KvLayer, group: GroupPlan, *rest: Any) -> torch.Tensor:
         out = self.backend.attend(pool, layer, group, *rest)
         torch.testing.assert_close(out, self.naive.attend(pool, layer, group, *rest), atol=1e-5, rtol=1e-4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch
 from services.llm.engine import Engine, Request
 from services.llm.events import Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Stream, Token
 from services.llm.kv_cache import KvCache
+from services.llm.model_runner import StepOutput
 from services.llm.sampler import Sampling
-from services.llm.scheduler import Scheduler
+from services.llm.scheduler import Chunk, Scheduler
 from services.llm.sequence import Finish
 from tests.llm.families import Ask, Case, load_case
 
@@ -228,6 +230,72 @@ def test_a_short_request_gets_its_first_token_while_a_long_one_decodes(case: Cas
     assert step_until(engine, lambda: any(isinstance(e, Token) for e in sent(engine, short))) <= 2
     assert not any(isinstance(e, Finished) for e in sent(engine, long))
     step_until(engine, lambda: any(isinstance(e, Finished) for e in sent(engine, long)))
+
+
+def test_a_prompt_cut_anew_after_a_preemption_is_scored_whole(case: Case) -> None:
+    def scores(engine: Engine, request: Request) -> list[tuple[int, float | None]]:
+        step_until(engine, lambda: any(isinstance(e, Finished) for e in sent(engine, request)))
+        (found,) = [e for e in sent(engine, request) if isinstance(e, PromptScores)]
+        return [(choice.token, choice.logprob) for choice in found.choices]
+
+    ask, prompt = case.asks[1], [*range(100, 140)]
+    plain: dict[str, object] = {"prompt": prompt, "media": [], "digests": [], "prompt_logprobs": 2}
+    engine = new_engine(case, 8)
+    undisturbed = scores(engine, submit(engine, ask, rows=False, **plain))
+    assert [token for token, _ in undisturbed] == prompt[1:]
+
+    engine = new_engine(case, 8)
+    request = submit(engine, ask, rows=False, **plain)
+    step_until(engine, lambda: len(request.prompt_scores) == 8)
+    other = submit(engine, case.asks[1], priority=-1, max_tokens=40)
+    engine.scheduler.preempt(request.answers[0].sequence)
+    step_until(engine, lambda: len(sent(engine, other)) > 1)  # from now on it takes one token of every step's budget
+    disturbed = scores(engine, request)
+    assert [token for token, _ in disturbed] == prompt[1:]
+    assert [p for _, p in disturbed] == pytest.approx([p for _, p in undisturbed], abs=1e-4)
+    engine.abort(other)
+    assert engine._drain_commands(wait=False)
+
+
+def test_an_answer_that_is_not_numbers_fails_with_its_siblings_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new_engine(case)
+    well, sick = submit(engine, case.asks[1]), submit(engine, case.asks[0], n=2)
+    step_until(engine, lambda: len(sick.answers) == 2)
+    late = submit(engine, case.asks[1], n=2)  # forks in the very step in which the other request fails
+    run, broken = engine.runner.run, sick.answers[0].sequence
+
+    def break_one(chunks: Sequence[Chunk], scores: Collection[str] = ()) -> StepOutput:
+        output = run(chunks, scores)
+        fine = [i for i, c in enumerate(output.sampling) if c.sequence is not broken]
+        bad = [c for c in output.sampling if c.sequence is broken]
+        return StepOutput([output.sampling[i] for i in fine], output.logits[fine], bad, output.scored)
+
+    monkeypatch.setattr(engine.runner, "run", break_one)
+    step_until(engine, lambda: all(any(isinstance(e, Finished) and e.last for e in sent(engine, r)) for r in (well, late)))
+    assert isinstance(sent(engine, sick)[-1], EngineFailure) and not sick.answers
+    for request, answers in ((well, 1), (late, 2)):
+        for index in range(answers):
+            said = [e.choice.token for e in sent(engine, request) if isinstance(e, Token) and e.index == index]
+            assert said == case.asks[1].answer.tokens
+    engine.scheduler.check_integrity()
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_hangs_does_not_hold_up_the_stop(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, go_on, run = threading.Event(), threading.Event(), case.runner.run
+
+    def hang(chunks: Sequence[Chunk], scores: Collection[str] = ()) -> StepOutput:
+        hangs.set()
+        assert go_on.wait(60)
+        return run(chunks, scores)
+
+    monkeypatch.setattr(case.runner, "run", hang)
+    async with running(new_engine(case)) as engine:
+        request = submit(engine, case.asks[1], max_tokens=1)
+        assert await asyncio.to_thread(hangs.wait, 60)
+        assert not await asyncio.to_thread(engine.stop, 0.01)
+        go_on.set()
+        assert [e.reason async for e in events(request) if isinstance(e, Finished)] == [Finish.LENGTH]
 
 
 def test_text_behind_withheld_rows_finishes_first(case: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -60,8 +61,8 @@ class Client:
 
 
 @asynccontextmanager
-async def running(path: Path) -> AsyncIterator[Client]:
-    service = LlmService(LlmConfig(model=str(path), dtype="float32", kv_cache_memory_bytes=16 << 20))
+async def running(path: Path, **options: Any) -> AsyncIterator[Client]:
+    service = LlmService(LlmConfig(model=str(path), dtype="float32", kv_cache_memory_bytes=16 << 20, **options))
     server = grpc.aio.server(interceptors=[ServiceInterceptor(service.open_while_draining)])
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -80,6 +81,13 @@ async def test_a_stop_token_that_does_not_exist(checkpoint_dir: Dirs) -> None:
     async with running(checkpoint_dir("llama")) as client:
         error = await client.refused(client.generate("odd", [1, 2], stop_token_ids=[1_000_000], min_tokens=2))
         assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "sampling.stop_token_ids")
+
+
+@pytest.mark.asyncio
+async def test_more_answers_than_sequences_run_at_once(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("llama"), max_num_seqs=2) as client:
+        error = await client.refused(client.generate("odd", [1, 2], n=3))
+        assert (error.code, error.field) == (CODE.INVALID_ARGUMENT, "sampling.n") and "at most 2" in error.message
 
 
 @pytest.mark.asyncio
@@ -125,6 +133,32 @@ async def test_cancelled_calls_leave_no_task_behind(checkpoint_dir: Dirs, caplog
 
 
 @pytest.mark.asyncio
+async def test_a_fetch_that_fails_while_it_is_cancelled_is_no_error(
+    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(checkpoint_dir("qwen2_vl")) as client:
+        ended = asyncio.Event()
+
+        async def fetch(*_args: object) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+                raise ServiceError(CODE.UNAVAILABLE, "the encoder went away in the same moment")
+
+        monkeypatch.setattr(client.service.fetcher, "fetch", fetch)
+        image = client.service.servicer.checkpoint.placeholder_id(Modality.IMAGE)
+        span = media_pb2.Span(modality=1, offset=1, rows=4, grid=media_pb2.Grid(t=1, h=4, w=4), ref=NOWHERE)
+        call = client.generate("odd", [5, *[image] * 4, 6], span)
+        assert (await call.read()).HasField("admitted")
+        call.cancel()
+        await asyncio.wait_for(ended.wait(), 5)
+        await client.serves()
+        gc.collect()  # where asyncio complains of errors that nobody looked at
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+@pytest.mark.asyncio
 async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
     checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +173,43 @@ async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
         error = await client.refused(client.generate("odd", [1, 2], seed=13))
         assert len(await other) == 20
         assert error.code is CODE.INTERNAL and "no such token" not in error.message
+
+
+@pytest.mark.asyncio
+async def test_a_service_stops_in_the_middle_of_constrained_answers(
+    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        died: list[bool] = []
+        monkeypatch.setattr(client.service.engine, "_died", lambda: died.append(True))
+        calls = [client.generate(f"c{i}", [1, 2], max_tokens=2000, regex="[a-z]{4000}") for i in range(3)]
+        for call in calls:
+            async for response in call:
+                if response.WhichOneof("event") == "delta":
+                    break
+        await client.service.stop()
+        assert not died and not [r for r in caplog.records if r.levelno >= logging.ERROR]
+        for call in calls:
+            call.cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_fails_names_its_requests_in_the_log(
+    checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        run = client.service.engine.runner.run
+
+        def fail_once(*arguments: Any) -> None:
+            monkeypatch.setattr(client.service.engine.runner, "run", run)
+            raise MemoryError("no room for 7 numbers")
+
+        monkeypatch.setattr(client.service.engine.runner, "run", fail_once)
+        error = await client.refused(client.generate("odd", [1, 2], n=2))
+        assert error.code is CODE.INTERNAL and "7 numbers" not in error.message
+        client.service.engine.scheduler.check_integrity()
+    (line,) = [r for r in caplog.records if r.levelno >= logging.ERROR and r.name == "services.llm.engine"]
+    assert line.fields == {"requests": ["odd"]}  # type: ignore[attr-defined]
 
 
 @pytest.mark.asyncio

@@ -271,6 +271,21 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     finish_all(s)
 
 
+def test_a_sequence_whose_reader_lags_is_not_let_in_again() -> None:
+    s = scheduler()
+    lagging, other = sequence("lagging", 6), sequence("other", 6)
+    s.add(lagging)
+    run_step(s)
+    lagging.paused = True
+    s.preempt(lagging)
+    s.add(other)
+    assert names(run_step(s)) == [("other", 6)] and lagging.status is Status.WAITING
+    rest = [run_step(s) for _ in range(3)]
+    assert all(names(chunks) == [("other", 1)] for chunks in rest) and not s.schedule()
+    lagging.paused = False
+    finish_all(s)
+
+
 def test_a_refusal_says_what_is_needed_and_what_there_is() -> None:
     s = Scheduler(KvCache([LayerGroup(FULL, 64), LayerGroup(Kind.SLIDING, 3, 4)], 4), 16, 2)
     assert s.refusal(sequence("fine", 3, max_tokens=4)) is None

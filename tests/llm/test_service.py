@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import prometheus_client
 import pytest
 import torch
 
@@ -261,9 +262,75 @@ async def test_an_encoder_that_lies_or_is_away_fails_its_request_only(checkpoint
 
 
 @pytest.mark.asyncio
+async def test_channels_to_encoders_of_the_past_are_closed(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("qwen2_vl")) as llm, encoder(good_encoder(llm)) as address:
+        fetcher = llm.service.fetcher
+        for port in range(1, 21):
+            error = await llm.error(llm.request(encoder=f"127.0.0.1:{port}"))
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert len(fetcher._channels) == 16 and "127.0.0.1:20" in fetcher._channels
+        assert len(await llm.tokens(llm.request(encoder=address))) == 3
+        assert len(fetcher._channels) == 16 and address in fetcher._channels and not any(fetcher._users.values())
+
+
+@pytest.mark.asyncio
 async def test_rows_that_never_come_end_with_the_deadline(checkpoint_dir: Callable[[str], Path]) -> None:
     async with withheld(checkpoint_dir("qwen2_vl")) as (llm, address, release):
         error = await llm.error(llm.request(encoder=address), timeout=1)
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await llm.check_free()
         release.set()
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_comes_again_is_found_and_counted(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        words = list(range(5, 55))
+        first, again = [
+            [r.done async for r in client.stub.Generate(client.request(name, token_ids=words), timeout=20) if r.HasField("done")]
+            for name in ("first", "again")
+        ]
+        assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 48)
+        load = await client.stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=5)
+        assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (100, 48)
+        assert load.cached_blocks == 3 and load.free_blocks == load.total_blocks
+        page = prometheus_client.generate_latest().decode()
+        for line in ("triptych_llm_prefix_hit_tokens_total 48.0", "triptych_llm_generated_tokens_total 6.0"):
+            assert line in page
+        assert 'triptych_llm_kv_blocks{group="full",state="cached"} 3.0' in page
+    assert "triptych_llm_steps" not in prometheus_client.generate_latest().decode()
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_needs_no_rows_does_not_wait_for_them(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with withheld(checkpoint_dir("qwen2_vl")) as (llm, address, release):
+
+        def again(name: str) -> llm_pb2.GenerateRequest:
+            return llm.request(name, encoder=address, token_ids=[*BEFORE, *[llm.image] * ROWS, *range(20, 40)])
+
+        release.set()
+        first = await llm.tokens(again("first"))
+        release.clear()
+        assert await llm.tokens(again("again"), timeout=5) == first
+        await llm.check_free()
+
+
+@pytest.mark.asyncio
+async def test_a_placeholder_that_has_no_logit_is_read_penalized_and_scored(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("mllama")) as llm:
+        runner, fake = llm.service.engine.runner, good_encoder(llm)
+        assert llm.image == runner.vocab_size
+        fake.announced = runner.merger.cross_rows
+        fake.rows = torch.zeros(fake.announced, runner.hidden_size)
+        sampling = sampling_pb2.SamplingParams(max_tokens=3, ignore_eos=True, repetition_penalty=1.3, prompt_logprobs=2)
+        async with encoder(fake) as address:
+            picture = span(address, rows=fake.announced)
+            picture.grid.CopyFrom(media_pb2.Grid(t=1, h=1, w=1))
+            prompt = [*BEFORE, llm.image, 8]
+            request = llm.request(token_ids=prompt, spans=[picture], sampling=sampling)
+            deltas = [r.delta async for r in llm.stub.Generate(request, timeout=20) if r.HasField("delta")]
+        assert [scored.token_id for scored in deltas[0].prompt_logprobs.tokens] == prompt[1:]
+        assert sum(len(delta.token_ids) for delta in deltas) == 3
+        error = await llm.error(llm.request(token_ids=[*BEFORE, llm.image + 1]))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and "token_ids" in str(error.details())
+        await llm.check_free()

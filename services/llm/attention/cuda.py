@@ -55,6 +55,9 @@ class CudaBackend:
     def __init__(self) -> None:
         self._gathered = GatheredBackend()
 
+    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
+        return False
+
     def attend(
         self,
         pool: KvPool,

@@ -16,6 +16,9 @@ from services.llm.attention.pool import KvPool
 class GatheredBackend:
     """SDPA over gathered keys and values."""
 
+    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
+        return False
+
     def attend(
         self,
         pool: KvPool,

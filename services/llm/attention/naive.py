@@ -12,6 +12,9 @@ from services.llm.attention.pool import KvPool
 class NaiveBackend:
     """Works on any device, for every family."""
 
+    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
+        return False
+
     def attend(
         self,
         pool: KvPool,

@@ -31,17 +31,20 @@ class NativeBackend(GatheredBackend):
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        if not self._takes(layer, group, query.dtype):
+        if not self.stores(layer, group, query.dtype):
             return super().attend(pool, layer, group, query, key, value, scaling, softcap)
         if group.kernel_batch is None:
             ragged = group.ragged(pool.block_size, pool.keys[layer.source].shape[0] - 1)
             group.kernel_batch = PagedBatch(ragged.cu_seq_q, ragged.seqused_k, ragged.blocks)
+        new_keys = key.transpose(0, 1) if layer.stores else None
+        new_values = value.transpose(0, 1) if layer.stores else None
         return self._kernel.attend(
-            group.kernel_batch, query.transpose(0, 1), None, None, pool.keys[layer.source], pool.values[layer.source],
-            scaling, group.window, softcap,
+            group.kernel_batch, query.transpose(0, 1), new_keys, new_values,
+            pool.keys[layer.source], pool.values[layer.source], scaling, group.window, softcap,
         )  # fmt: skip
 
-    def _takes(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
+    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
+        """The kernel writes as it reads; it takes a layer with all of its rows or not at all."""
         if layer.kind is Kind.CROSS or layer.head_dim != layer.value_dim or not self._kernel.supports(dtype, layer.head_dim):
             return False
         if group.masked:

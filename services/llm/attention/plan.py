@@ -158,7 +158,11 @@ class GroupPlan:
 
 
 class Backend(Protocol):
-    """Computes attention of one layer, its keys and values being in the pool already."""
+    """Computes attention of one layer; its keys and values are in the pool already, unless the backend puts them there."""
+
+    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
+        """Whether :meth:`attend` itself puts this step's keys and values into the pool."""
+        ...
 
     def attend(
         self,
@@ -201,8 +205,9 @@ class StepPlan:
     ) -> torch.Tensor:
         layer = self.layers[module.layer_idx]
         group = self.groups[self.group_of[layer.index]]
-        if layer.stores and len(group.slots):
+        if layer.stores and len(group.slots) and not self.backend.stores(layer, group, query.dtype):
             self.pool.write(layer.index, group.slots, key, value)
+        out = self.backend.attend(self.pool, layer, group, query, key, value, scaling, softcap)
         if self.cut is not None and layer.index == self.cut.layer - 1:
             self.cut.choose(self.pool.keys[layer.index], query, scaling, softcap)
-        return self.backend.attend(self.pool, layer, group, query, key, value, scaling, softcap)
+        return out
