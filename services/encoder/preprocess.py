@@ -66,6 +66,8 @@ class Preprocessor:
 
     def __call__(self, medium: Decoded, plan: ItemPlan) -> Prepared:
         """The towers' inputs for what was decoded."""
+        if isinstance(medium, np.ndarray) and plan.modality is Modality.VIDEO:
+            assert len(medium) == len(plan.frames), f"{len(medium)} frames were decoded of {len(plan.frames)} planned"
         scheme = self._schemes[plan.modality]
         inputs = scheme.prepare(self._processors[plan.modality], medium, plan)
         return Prepared(plan.modality, inputs, scheme.grid(inputs, plan, self._checkpoint.config), plan.patches)

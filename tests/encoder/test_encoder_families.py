@@ -16,6 +16,7 @@ from PIL import Image
 from services.encoder.families import schemes_of
 from services.encoder.features import Features
 from services.encoder.preprocess import Decoded, Prepared, Preprocessor
+from services.encoder.service import blank
 from services.encoder.towers import Towers
 from services.models import media
 from services.models.checkpoint import Checkpoint, open_checkpoint
@@ -161,6 +162,15 @@ def test_every_kind_of_media_that_can_be_planned_can_be_encoded() -> None:
     assert CASES and {(f, m) for f in FAMILIES for m in schemes_of(f)} == set(CASES)
     for family in FAMILIES.values():
         assert set(family.encoded) <= set(schemes_of(family.model_type)), family.model_type
+
+
+@pytest.mark.parametrize(("family", "modality"), CASES, ids=lambda value: getattr(value, "word", value))
+def test_what_warms_up_the_service_is_as_planned(family: str, modality: Modality, load: Callable[[str], Half]) -> None:
+    half = load(family)
+    medium, plan = blank(half.checkpoint, modality)
+    prepared = half.preprocess(medium, plan)
+    ((rows, *_),) = half.towers.encode([prepared])
+    assert (len(rows), prepared.grid, prepared.patches) == (plan.rows, plan.grid, plan.patches)
 
 
 def test_a_recording_is_heard_as_far_as_planned(load: Callable[[str], Half]) -> None:

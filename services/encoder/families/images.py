@@ -82,7 +82,8 @@ def _llava_onevision(processor: Any, picture: Image.Image, plan: ItemPlan) -> In
 def _idefics3(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
     """Tiles as if each were a request of its own, so that each becomes an entry."""
     output = processor(images=[picture], return_tensors="pt")
-    return {name: output[name][0].unsqueeze(1) for name in ("pixel_values", "pixel_attention_mask")}  # [tiles, 1, ...]
+    pixels, mask = output["pixel_values"][0], output["pixel_attention_mask"][0].bool()
+    return {"pixel_values": pixels.unsqueeze(1), "pixel_attention_mask": mask.unsqueeze(1)}  # [tiles, 1, ...]
 
 
 def _gemma3(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
