@@ -1,48 +1,67 @@
-"""What differs between families in the encoder: how an item's rows are arranged, and how its inputs join a batch.
+"""From preprocessed items to features: items of one kind and shape share a call to the towers.
 
-Knows nothing of threads, refs or messages. The default covers families whose ``get_image_features`` takes inputs joined
-along their first dimension and answers with one matrix per item.
+Knows nothing of families, which say in a :class:`Scheme` what differs between them, nor of threads, refs or messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from services.models.media import Grid
+from services.models.media import Grid, ItemPlan
 
-Inputs = Mapping[str, torch.Tensor]
+Inputs = Mapping[str, torch.Tensor]  # of one item, by the names that the towers take; may be joined along their first extent
 Features = list[torch.Tensor]  # each [rows, hidden]; the first is merged into the prompt, later ones are deepstack
+Levels = list[Sequence[torch.Tensor]]  # for each feature, its entries in order; an entry is [rows, hidden]
 
 
-def _grid_from_thw(inputs: Inputs, config: Mapping[str, Any]) -> Grid:
-    t, h, w = inputs["image_grid_thw"][0].tolist()  # [1, 3]
-    return Grid(t, h, w)
+def flat(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> Grid:
+    """The grid of rows that have no shape: one line of as many as were planned."""
+    return Grid(1, 1, plan.rows)
 
 
-def _grid_from_pixels(inputs: Inputs, config: Mapping[str, Any]) -> Grid:
-    height, width = inputs["pixel_values"].shape[-2:]  # [1, channels, height, width]
-    patch = int(config["vision_config"]["patch_size"])
-    return Grid(1, height // patch, width // patch)
+def one(inputs: Inputs) -> int:
+    """An item is one entry."""
+    return 1
 
 
-_GRIDS: dict[str, Callable[[Inputs, Mapping[str, Any]], Grid]] = {
-    "qwen2_vl": _grid_from_thw,
-    "llava": _grid_from_pixels,
-}
+@dataclass(frozen=True)
+class Scheme:
+    """How a family encodes one modality.
+
+    Attributes:
+        prepare: (transformers' processor, decoded medium, plan) to the item's inputs.
+        call: (base model, joined inputs of several items) to their features.
+        grid: (inputs, plan, config.json) to how the rows will be arranged.
+        entries: how many entries of ``call``'s answer are the item's.
+    """
+
+    prepare: Callable[[Any, Any, ItemPlan], Inputs]
+    call: Callable[[Any, Inputs], Levels]
+    grid: Callable[[Inputs, ItemPlan, Mapping[str, Any]], Grid] = flat
+    entries: Callable[[Inputs], int] = one
 
 
-def image_grid(model_type: str, inputs: Inputs, config: Mapping[str, Any]) -> Grid:
-    """How the rows of a preprocessed image are arranged."""
-    return _GRIDS[model_type](inputs, config)
+def encode_items(scheme: Scheme, base: Any, items: Sequence[Inputs], dtype: torch.dtype, device: torch.device) -> list[Features]:
+    """The features of each item, on ``device``. Items that differ only in their first extent go through the towers together."""
+    groups: dict[object, list[int]] = {}
+    for index, inputs in enumerate(items):
+        groups.setdefault(tuple((name, tensor.shape[1:]) for name, tensor in inputs.items()), []).append(index)
+    features: dict[int, Features] = {}
+    for indices in groups.values():
+        group = [items[index] for index in indices]
+        joined = {name: torch.cat([inputs[name] for inputs in group]).to(device) for name in group[0]}
+        joined = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in joined.items()}
+        split = [_split(level, [scheme.entries(inputs) for inputs in group]) for level in scheme.call(base, joined)]
+        features |= zip(indices, ([*item] for item in zip(*split, strict=True)), strict=True)
+    return [features[index] for index in range(len(items))]
 
 
-def image_features(base: Any, batch: Sequence[Inputs], dtype: torch.dtype, device: torch.device) -> list[Features]:
-    """The features of each image of a batch, on ``device``."""
-    joined = {name: torch.cat([inputs[name] for inputs in batch]).to(device) for name in batch[0]}
-    joined = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in joined.items()}
-    output = base.get_image_features(**joined, return_dict=True)
-    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]  # each: one [rows, hidden] per item
-    return [list(item) for item in zip(*levels, strict=True)]
+def _split(entries: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Each item's rows out of the entries of all."""
+    assert len(entries) == sum(counts), f"{len(entries)} entries for items of {counts}"
+    rest = iter(entries)
+    return [torch.cat([next(rest) for _ in range(count)]) for count in counts]

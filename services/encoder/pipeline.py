@@ -21,10 +21,9 @@ from services.encoder.batcher import Batcher
 from services.encoder.features import Features
 from services.encoder.preprocess import Prepared
 from services.encoder.store import Done, Entry, Header, Store
-from services.models.media import Grid, Modality
+from services.models.media import Grid, ItemPlan
 
 logger = logging.getLogger(__name__)
-Prepare = Callable[[bytes, str], Prepared]
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,17 @@ class Planned:
     """What the gateway expects of an item.
 
     Attributes:
-        modality: what the item is.
+        plan: rows that it reserved, and what decoding and the towers need to know; its ``runs`` are the prompt's affair.
         field: the part's path in the client's request, for errors.
-        rows: rows that it reserved.
-        grid: how they are arranged, where it said so.
+        check_grid: whether the gateway said how the rows are arranged.
     """
 
-    modality: Modality
+    plan: ItemPlan
     field: str
-    rows: int
-    grid: Grid | None
+    check_grid: bool = True
+
+
+Prepare = Callable[[bytes, Planned], Prepared]
 
 
 class Pipeline:
@@ -50,7 +50,7 @@ class Pipeline:
     Args:
         store: where the rows go.
         batcher: runs the towers.
-        prepare: decodes and preprocesses (bytes, field); called in threads.
+        prepare: decodes and preprocesses; called in threads.
         decode_threads: how many of them.
     """
 
@@ -79,7 +79,7 @@ class Pipeline:
             submitted = time.perf_counter()
             async with self._decoders:
                 await self._batcher.room()
-                prepared = await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, data, planned.field)
+                prepared = await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, data, planned)
             del data
             self._store.hold(entry, prepared.nbytes)
             preprocessed = time.perf_counter()
@@ -94,7 +94,7 @@ class Pipeline:
             outcome = "encoded"
             metrics.stage_seconds.labels("preprocess").observe(done.preprocess_seconds)
             metrics.stage_seconds.labels("encode").observe(done.encode_seconds)
-            logs.event(logger, "encoded", logging.DEBUG, rows=planned.rows, **asdict(done))
+            logs.event(logger, "encoded", logging.DEBUG, rows=planned.plan.rows, **asdict(done))
         except asyncio.CancelledError:
             outcome = "dropped"
             raise
@@ -111,15 +111,16 @@ class Pipeline:
 
 def _check_plan(planned: Planned, features: Features, grid: Grid) -> None:
     """Raise INTERNAL where the rows or their grid are not those that the prompt was laid out with."""
-    rows = features[0].shape[0]
-    if rows == planned.rows and planned.grid in (None, grid):
+    plan, rows = planned.plan, features[0].shape[0]
+    same_grid = grid == plan.grid or not planned.check_grid
+    if rows == plan.rows and same_grid:
         return
     metrics.estimate_mismatch.inc()
-    metadata: dict[str, object] = {"planned": planned.rows, "actual": rows}
-    text = f"{planned.rows} rows were planned for this {planned.modality.word} and it has {rows}"
-    if planned.grid is not None and planned.grid != grid:
-        metadata |= {"planned_grid": _text(planned.grid), "actual_grid": _text(grid)}
-        text += f"; its grid was planned as {_text(planned.grid)} and is {_text(grid)}"
+    metadata: dict[str, object] = {"planned": plan.rows, "actual": rows}
+    text = f"{plan.rows} rows were planned for this {plan.modality.word} and it has {rows}"
+    if not same_grid:
+        metadata |= {"planned_grid": _text(plan.grid), "actual_grid": _text(grid)}
+        text += f"; its grid was planned as {_text(plan.grid)} and is {_text(grid)}"
     raise ServiceError(
         grpc.StatusCode.INTERNAL, f"{text}; please report this with the file", field=planned.field, reason="ESTIMATE_MISMATCH",
         metadata=metadata,

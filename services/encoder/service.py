@@ -7,6 +7,7 @@ import logging
 import time
 
 import grpc
+import numpy as np
 import torch
 from PIL import Image
 
@@ -15,16 +16,18 @@ from services.common.server import Readiness
 from services.encoder.batcher import Batcher
 from services.encoder.config import EncoderConfig
 from services.encoder.decode import decode_image
-from services.encoder.pipeline import Pipeline
-from services.encoder.preprocess import ImagePreprocessor, Prepared
+from services.encoder.pipeline import Pipeline, Planned
+from services.encoder.preprocess import Decoded, Prepared, Preprocessor
 from services.encoder.servicer import EncoderServicer
 from services.encoder.store import Store
 from services.encoder.towers import Towers
-from services.models.checkpoint import open_checkpoint
+from services.models.checkpoint import Checkpoint, open_checkpoint
+from services.models.media import Clip, ItemPlan, Modality, Picture, Recording
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 logger = logging.getLogger(__name__)
-WARM_UP_SIZE = (64, 64)
+WARM_UP_SIDE = 64  # pixels
+WARM_UP_SAMPLES = 16000
 
 
 class EncoderService:
@@ -68,16 +71,32 @@ class EncoderService:
         if self._servicer.pipeline is not None:
             await self._servicer.pipeline.stop()
 
-    def _load(self) -> tuple[ImagePreprocessor, Towers]:
-        """Load both, and encode one blank picture: what cannot work fails here and not at the first request."""
-        preprocessor = ImagePreprocessor(self._checkpoint)
+    def _load(self) -> tuple[Preprocessor, Towers]:
+        """Load both, and encode one blank item of each kind: what cannot work fails here and not at the first request."""
+        preprocessor = Preprocessor(self._checkpoint, self._checkpoint.family.encoded)
         towers = Towers(self._checkpoint, self._config.dtype, self._config.device)
-        towers.encode([preprocessor(Image.new("RGB", WARM_UP_SIZE))])
+        for modality in self._checkpoint.family.encoded:
+            towers.encode([preprocessor(*blank(self._checkpoint, modality))])
         return preprocessor, towers
 
-    def _pipeline(self, preprocessor: ImagePreprocessor, towers: Towers) -> Pipeline:
-        def prepare(data: bytes, field: str) -> Prepared:
-            return preprocessor(decode_image(data, field, self._config.max_pixels, preprocessor.check_size))
+    def _pipeline(self, preprocessor: Preprocessor, towers: Towers) -> Pipeline:
+        def prepare(data: bytes, planned: Planned) -> Prepared:
+            assert planned.plan.modality is Modality.IMAGE, "the servicer takes what the family's entry says is encoded"
+            picture = decode_image(data, planned.field, self._config.max_pixels, preprocessor.check_size)
+            return preprocessor(picture, planned.plan)
 
         batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
         return Pipeline(self._store, batcher, prepare, self._config.decode_threads)
+
+
+def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Decoded, ItemPlan]:
+    """A small item that shows or says nothing, decoded, and its plan."""
+    side = WARM_UP_SIDE
+    match modality:
+        case Modality.IMAGE:
+            return Image.new("RGB", (side, side)), checkpoint.plan([Picture(side, side)])[0]
+        case Modality.AUDIO:
+            return np.zeros(WARM_UP_SAMPLES, np.float32), checkpoint.plan([Recording(WARM_UP_SAMPLES)])[0]
+        case Modality.VIDEO:
+            (plan,) = checkpoint.plan([Clip(side, side, 4, 2.0)])
+            return np.zeros((len(plan.frames), side, side, 3), np.uint8), plan

@@ -17,7 +17,7 @@ from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.reader import Event, Rows, read
 from services.encoder.store import Done, Header, Store
 from services.models.checkpoint import Checkpoint
-from services.models.media import Grid, Modality
+from services.models.media import Grid, ItemPlan, Modality
 from services.models.wire import to_chunk, wire_dtype
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
@@ -90,16 +90,14 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise invalid(field, f"the model {self._checkpoint.name} does not take this kind of media; it takes {words}")
         if request.expected_rows == 0:
             raise invalid("expected_rows", "it must be the number of rows that the item was planned with, at least 1")
-        given = request.expected_grid
-        grid = Grid(given.t, given.h, given.w) if request.HasField("expected_grid") else None
-        return Planned(Modality(request.modality), field, request.expected_rows, grid)
+        return Planned(_plan(request), field, request.HasField("expected_grid"))
 
     def _check_data(self, planned: Planned, size: int) -> None:
         if size == 0:
-            raise invalid(planned.field, f"the {planned.modality.word} is empty; send the bytes of a file")
+            raise invalid(planned.field, f"the {planned.plan.modality.word} is empty; send the bytes of a file")
         limit = self._config.max_item_bytes
         if size > limit:
-            text = f"the {planned.modality.word} has {size} bytes; at most {limit} are accepted"
+            text = f"the {planned.plan.modality.word} has {size} bytes; at most {limit} are accepted"
             raise invalid(planned.field, text, reason="ITEM_TOO_LARGE", limit=limit, requested=size)
 
     def _check_room(self, size: int) -> None:
@@ -130,6 +128,21 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             case ServiceError():
                 response.error.CopyFrom(event.to_proto(logs.request_id.get()))
         return response
+
+
+def _plan(request: encoder_pb2.EncodeRequest) -> ItemPlan:
+    grid = request.expected_grid
+    return ItemPlan(
+        Modality(request.modality),
+        request.expected_rows,
+        Grid(grid.t, grid.h, grid.w),
+        request.patches or request.expected_rows,
+        tiles=request.tiles,
+        frames=tuple(request.frames),
+        times=tuple(request.times),
+        samples=request.samples,
+        masked=request.masked,
+    )
 
 
 def _full(text: str, **figures: object) -> ServiceError:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from services.encoder.features import Features, image_features
+from services.encoder.families import schemes_of
+from services.encoder.features import Features, encode_items
 from services.encoder.preprocess import Prepared
 from services.models.checkpoint import Checkpoint
 from services.models.half import choose_device, choose_dtype, load_half, parameter_bytes
@@ -22,6 +23,7 @@ class Towers:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, device: str) -> None:
         self._device = torch.device(choose_device(device))
+        self._schemes = schemes_of(checkpoint.family.model_type)
         self._dtype = choose_dtype(dtype, checkpoint, self._device.type)
         self.model = load_half(checkpoint, "encoder", self._dtype, str(self._device))
         self.parameter_bytes = parameter_bytes(self.model)
@@ -29,6 +31,11 @@ class Towers:
     @torch.inference_mode()
     def encode(self, batch: Sequence[Prepared]) -> list[Features]:
         """The features of each item, on the CPU, each in memory of its own."""
-        features = image_features(self.model.base_model, [item.inputs for item in batch], self._dtype, self._device)
+        features: dict[int, Features] = {}
+        for modality in sorted({item.modality for item in batch}):
+            indices = [index for index, item in enumerate(batch) if item.modality is modality]
+            inputs = [batch[index].inputs for index in indices]
+            encoded = encode_items(self._schemes[modality], self.model.base_model, inputs, self._dtype, self._device)
+            features |= zip(indices, encoded, strict=True)
         # a view would keep the whole batch alive for as long as one of its items is held
-        return [[rows.to("cpu", copy=True).contiguous() for rows in item] for item in features]
+        return [[rows.to("cpu", copy=True).contiguous() for rows in features[index]] for index in range(len(batch))]

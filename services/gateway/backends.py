@@ -18,7 +18,7 @@ from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
 from services.common.errors import ServiceError, unavailable
 from services.gateway.prompt import Item, Prompt
-from services.gateway.wire import grid_to_proto, modality_to_proto, sampling_to_proto, spans_to_proto
+from services.gateway.wire import encode_to_proto, sampling_to_proto, spans_to_proto
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
@@ -99,14 +99,7 @@ class Encoder(Backend):
 
     async def encode(self, item: Item, request_id: str, timeout: float) -> str:
         """Hand over one item; returns the id of its rows' ref."""
-        request = encoder_pb2.EncodeRequest(
-            request_id=request_id,
-            modality=modality_to_proto(item.plan.modality),
-            data=item.data,
-            expected_rows=item.plan.rows,
-            expected_grid=grid_to_proto(item.plan.grid),
-            field=item.field,
-        )
+        request = encode_to_proto(item, request_id)
         with errors_of(self.peer):
             return str((await self._stub.Encode(request, timeout=timeout, metadata=outgoing_metadata())).ref_id)
 

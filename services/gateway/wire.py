@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from services.gateway.prompt import Item
 from services.gateway.sampling import Sampling
 from services.models import media
 from triptych.common.v1 import media_pb2, sampling_pb2
+from triptych.encoder.v1 import encoder_pb2
 
 
 def modality_to_proto(modality: media.Modality) -> media_pb2.Modality.ValueType:
@@ -26,13 +29,40 @@ def spans_to_proto(item: Item, ref: media_pb2.EmbeddingRef) -> list[media_pb2.Sp
             offset=place.offset,
             rows=place.rows,
             grid=grid_to_proto(place.grid),
-            digest=item.facts.digest,
+            digest=_content(item),
             ref=ref,
             seconds_per_grid=item.plan.seconds_per_grid,
             first_row=place.first_row,
         )
         for place in item.placements
     ]
+
+
+def _content(item: Item) -> bytes:
+    """Names what an item's rows show: equal bytes may be looked at in other ways from one request to the next."""
+    plan = item.plan
+    if not plan.frames and not plan.masked:
+        return item.facts.digest
+    return hashlib.sha256(item.facts.digest + repr((plan.frames, plan.masked)).encode()).digest()
+
+
+def encode_to_proto(item: Item, request_id: str) -> encoder_pb2.EncodeRequest:
+    """An item as its encoder gets it: the bytes, and of the plan what decoding and the towers need."""
+    plan = item.plan
+    return encoder_pb2.EncodeRequest(
+        request_id=request_id,
+        modality=modality_to_proto(plan.modality),
+        data=item.data,
+        expected_rows=plan.rows,
+        expected_grid=grid_to_proto(plan.grid),
+        field=item.field,
+        patches=plan.patches,
+        tiles=plan.tiles,
+        frames=plan.frames,
+        times=plan.times,
+        samples=plan.samples,
+        masked=plan.masked,
+    )
 
 
 def sampling_to_proto(sampling: Sampling, max_tokens: int) -> sampling_pb2.SamplingParams:

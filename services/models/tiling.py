@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.models.image_sizes import Settings, UnsupportedSize, check_aspect, class_tokens, each
 from services.models.media import Grid, ItemPlan, Modality, Picture
@@ -224,15 +225,22 @@ def mllama_tiles(width: int, height: int, config: Settings, processor: Settings)
     return ItemPlan(Modality.IMAGE, most * states, Grid(tiles, most, states), most * states, (1,), tiles)
 
 
-def phi4_crops(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
+def phi4_crops(pictures: Sequence[Picture], config: Settings, processor: Settings) -> list[ItemPlan]:
     """Phi-4 multimodal: crops without the patches of their padding, a newline a line, a separator, the whole view.
 
     Source: "Phi-4-Mini Technical Report" (arXiv 2503.01743), and ``dynamic_preprocess`` in
-    ``image_processing_phi4_multimodal`` of transformers 5.24. The whole view's 16 x 16 rows are fixed there too.
+    ``image_processing_phi4_multimodal`` of transformers 5.24. The whole view's 16 x 16 rows are fixed there too. Where
+    one picture of a request is padded, the tower of transformers looks both ways in all of them, else only back.
 
     Raises:
         UnsupportedSize: one side is more than 200 times the other, or less than 10 pixels after scaling.
     """
+    plans = each(_phi4_picture)(pictures, config, processor)
+    masked = any(plan.masked for plan in plans)
+    return [replace(plan, masked=masked) for plan in plans]
+
+
+def _phi4_picture(width: int, height: int, config: Settings, processor: Settings) -> ItemPlan:
     check_aspect(width, height)
     side = int((processor.get("size") or {}).get("height", 448))
     patch, most = int(processor.get("patch_size", 14)), int(processor.get("dynamic_hd", 36))
@@ -246,11 +254,14 @@ def phi4_crops(width: int, height: int, config: Settings, processor: Settings) -
         new_width, new_height = int(width * (tall / height)), tall
     if min(new_width, new_height) < 10:
         raise UnsupportedSize(f"{width} x {height} pixels become {new_width} x {new_height}: both sides must keep 10")
-    columns = _every_second(side // patch, across, (wide - new_width) // patch)
-    lines = _every_second(side // patch, down, (tall - new_height) // patch)
+    padding = (wide - new_width) // patch, (tall - new_height) // patch
+    columns = _every_second(side // patch, across, padding[0])
+    lines = _every_second(side // patch, down, padding[1])
     rows = lines * (columns + 1) + 1 + 16 * (16 + 1)
     tiles = 1 + across * down
-    return ItemPlan(Modality.IMAGE, rows, Grid(1, 1, rows), tiles * (side // patch) ** 2, tiles=tiles)
+    return ItemPlan(
+        Modality.IMAGE, rows, Grid(1, 1, rows), tiles * (side // patch) ** 2, tiles=tiles, masked=max(padding) > 0
+    )  # fmt: skip
 
 
 @functools.lru_cache(16)

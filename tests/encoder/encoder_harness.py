@@ -6,7 +6,7 @@ import asyncio
 import io
 import itertools
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,10 @@ from services.common.channel import open_channel
 from services.common.errors import ServiceError
 from services.common.interceptor import ServiceInterceptor
 from services.encoder.config import EncoderConfig
+from services.encoder.preprocess import Prepared, Preprocessor
 from services.encoder.service import EncoderService
-from services.models.checkpoint import open_checkpoint
+from services.models.checkpoint import Checkpoint, open_checkpoint
+from services.models.media import Modality
 from services.models.wire import from_chunk
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
@@ -51,6 +53,12 @@ def png_header(width: int, height: int) -> bytes:
 
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def image_preprocessor(checkpoint: Checkpoint) -> Callable[[Image.Image], Prepared]:
+    """Prepares pictures that are alone in their request."""
+    preprocess = Preprocessor(checkpoint, [Modality.IMAGE])
+    return lambda image: preprocess(image, checkpoint.plan_image(*image.size))
 
 
 @dataclass

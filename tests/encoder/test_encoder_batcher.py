@@ -13,13 +13,13 @@ import torch
 from services.encoder.batcher import Batcher
 from services.encoder.features import Features
 from services.encoder.preprocess import Prepared
-from services.models.media import Grid
+from services.models.media import Grid, Modality
 
 pytestmark = pytest.mark.asyncio
 
 
 def item(patches: int, value: float = 0.0) -> Prepared:
-    return Prepared({"value": torch.tensor([value])}, Grid(1, 1, patches))
+    return Prepared(Modality.IMAGE, {"value": torch.tensor([value])}, Grid(1, 1, patches), patches)
 
 
 class FakeTowers:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_harness import picture
+from encoder_harness import image_preprocessor, picture
 from PIL import Image
 
-from services.encoder.preprocess import ImagePreprocessor
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
 from services.models.hf import transformers
@@ -38,10 +37,10 @@ class Whole:
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
-def pair(request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path]) -> tuple[Whole, ImagePreprocessor, Towers, Any]:
+def pair(request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path]) -> tuple[Whole, Any, Towers, Any]:
     path = checkpoint_dir(request.param)
     checkpoint = open_checkpoint(str(path))
-    return Whole(path), ImagePreprocessor(checkpoint), Towers(checkpoint, "float32", "cpu"), checkpoint
+    return Whole(path), image_preprocessor(checkpoint), Towers(checkpoint, "float32", "cpu"), checkpoint
 
 
 def test_inputs_are_those_of_the_whole_processor(pair: Any) -> None:
@@ -92,5 +91,5 @@ def test_the_language_model_is_not_there(pair: Any) -> None:
 
 def test_the_type_of_the_weights_is_the_type_of_the_rows(checkpoint_dir: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint(str(checkpoint_dir("qwen2_vl")))
-    ((rows,),) = Towers(checkpoint, "bfloat16", "cpu").encode([ImagePreprocessor(checkpoint)(picture(64, 64))])
+    ((rows,),) = Towers(checkpoint, "bfloat16", "cpu").encode([image_preprocessor(checkpoint)(picture(64, 64))])
     assert rows.dtype is torch.bfloat16 and rows.isfinite().all()

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from encoder_harness import Client, error_of, file_bytes, picture, png_header, running
+from encoder_harness import Client, error_of, file_bytes, image_preprocessor, picture, png_header, running
 from prometheus_client import REGISTRY
 
 from services.encoder.batcher import Batcher
-from services.encoder.preprocess import ImagePreprocessor
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
+from services.models.media import Picture
 from triptych.common.v1 import media_pb2, tensor_pb2
 
 pytestmark = pytest.mark.asyncio
@@ -46,7 +46,7 @@ def gate(client: Client) -> Iterator[threading.Event]:
 
 def expected_rows(path: Path, image: Any) -> torch.Tensor:
     checkpoint = open_checkpoint(str(path))
-    ((rows,),) = Towers(checkpoint, "float32", "cpu").encode([ImagePreprocessor(checkpoint)(image)])
+    ((rows,),) = Towers(checkpoint, "float32", "cpu").encode([image_preprocessor(checkpoint)(image)])
     return rows
 
 
@@ -276,3 +276,16 @@ async def test_a_fetch_of_too_many_items_is_refused(checkpoint_dir: Dirs) -> Non
             await client.fetch(*["no such ref"] * 4097)
         assert error_of(caught.value).code is grpc.StatusCode.INVALID_ARGUMENT
         assert "at most 4096" in error_of(caught.value).message
+
+
+async def test_a_picture_among_others_is_a_single_tile(checkpoint_dir: Dirs) -> None:
+    """What the plan says travels with the item: LLaVA-OneVision tiles a picture only where it is alone."""
+    path, image = checkpoint_dir("llava_onevision"), picture(200, 120)
+    async with running(path) as client:
+        alone, among = client.checkpoint.plan_image(200, 120), client.checkpoint.plan([Picture(200, 120)] * 2)[0]
+        assert alone.rows > among.rows and (alone.tiles > 1, among.tiles) == (True, 1)
+        refs = [await client.encode(file_bytes(image), p.rows, tiles=p.tiles, patches=p.patches) for p in (alone, among)]
+        for plan, item in zip((alone, among), await client.fetch(*refs), strict=True):
+            assert item.error is None and len(item.rows()) == plan.rows
+        (wrong,) = await client.fetch(await client.encode(file_bytes(image), among.rows, tiles=alone.tiles))
+        assert wrong.error is not None and wrong.error.reason == "ESTIMATE_MISMATCH"

@@ -1,20 +1,29 @@
-"""Greedy tokens through the running stack equal ``generate()``; the first step's logits within 1e-4."""
+"""Greedy tokens through the running stack equal ``generate()``; the first step's logits within 1e-4.
+
+Two families that see and two that do not are asked much; of the others that see, a stack each is asked a little.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.local_stack import local_stack
+from services.models.registry import FAMILIES
 from services.models.wire import from_chunk
-from tests.reference import NEW_TOKENS, Answer, Ask, Oracle, asks
+from tests.oracle import Takes, catalogue
+from tests.reference import NEW_TOKENS, Answer, Ask, Oracle, asks, picture
 from tests.stack.conftest import RunningStack, gather_limited
 from triptych.common.v1 import sampling_pb2
 from triptych.gateway.v1 import gateway_pb2
 
 REQUESTS = 20
+ASKED_MUCH = ["qwen2_vl", "llava", "llama", "qwen2"]
+ASKED_LITTLE = [f.model_type for f in FAMILIES.values() if f.image and f.model_type not in ASKED_MUCH]
 ROLES = {"user": gateway_pb2.ROLE_USER, "assistant": gateway_pb2.ROLE_ASSISTANT, "system": gateway_pb2.ROLE_SYSTEM}
 
 
@@ -39,7 +48,7 @@ def check(ask: Ask, answer: Answer, tokens: list[int], responses: list[gateway_p
     assert bool(details.image) == bool(ask.pictures)
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "llama", "qwen2"])
+@pytest.fixture(scope="module", params=ASKED_MUCH)
 def asked(
     request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path], start_stack: Callable[[str], RunningStack]
 ) -> tuple[RunningStack, list[tuple[Ask, Answer]]]:
@@ -67,3 +76,38 @@ async def test_sixteen_at_once(asked: tuple[RunningStack, list[tuple[Ask, Answer
         check(ask, answer, *result)
     loads = stack.wait_until(lambda loads: not loads.busy(), 5)
     assert loads.llm.largest_batch > 1, "requests were not batched"
+
+
+def few_asks(family: str) -> list[Ask]:
+    """Small pictures, alone and beside each other, in several turns; and none, where the family can do without."""
+    rng, takes = random.Random(family), catalogue("TAKES").get(family, Takes())
+    one, other, wide = (picture(rng, *size, kind) for *size, kind in [(64, 90, "PNG"), (75, 75, "JPEG"), (201, 60, "PNG")])
+    made = [Ask([("user", [one, "what is this ?"])]), Ask([("user", ["what", wide])])]
+    if takes.items > 1:
+        made.append(Ask([("user", [other, "and", one, "which ?"])]))
+    if takes.turns:
+        made.append(Ask([("user", ["see", wide]), ("assistant", ["yes ?"]), ("user", ["how many things ?"])]))
+    return made if takes.least else [*made, Ask([("user", ["what do you see ?"])])]
+
+
+@pytest.fixture(params=ASKED_LITTLE)
+def asked_little(
+    request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path], tmp_path: Path
+) -> Iterator[tuple[RunningStack, list[tuple[Ask, Answer]]]]:
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words", reason="SmolVLM's processor requires it")
+    path = checkpoint_dir(request.param)
+    oracle = Oracle(path)
+    flags = ["--max-model-len", "4096"] if request.param == "phi4_multimodal" else []  # as far as its first frequencies reach
+    with local_stack("--model", str(path), "--dtype", "float32", *flags, log_dir=tmp_path, quiet=True) as stack:
+        yield RunningStack(stack, tmp_path), [(ask, oracle.answer(ask)) for ask in few_asks(request.param)]
+
+
+@pytest.mark.asyncio
+async def test_every_family_that_sees(asked_little: tuple[RunningStack, list[tuple[Ask, Answer]]]) -> None:
+    stack, pairs = asked_little
+    check(*pairs[0], *await stack.tokens(chat_request(pairs[0][0])))
+    results = await asyncio.gather(*(stack.tokens(chat_request(ask)) for ask, _ in pairs))
+    for (ask, answer), result in zip(pairs, results, strict=True):
+        check(ask, answer, *result)
+    stack.wait_until(lambda loads: not loads.busy(), 5)

@@ -122,7 +122,7 @@ class Span(_message.Message):
     rows: _builtins.int
     """Number of embedding rows, which is the number of tokens in the run; in cross-attention families the run is one token."""
     digest: _builtins.bytes
-    """SHA-256 of the item's bytes: 32 bytes."""
+    """Names what the rows show: SHA-256 of the item's bytes and, where that is not all, of what of them is looked at. 32 bytes."""
     seconds_per_grid: _builtins.float
     """Video: seconds between two steps of grid.t, for families whose positions follow time; 0 means 1."""
     first_row: _builtins.int

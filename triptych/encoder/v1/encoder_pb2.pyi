@@ -33,6 +33,12 @@ class EncodeRequest(_message.Message):
     EXPECTED_ROWS_FIELD_NUMBER: _builtins.int
     EXPECTED_GRID_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    PATCHES_FIELD_NUMBER: _builtins.int
+    TILES_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, for logs."""
     modality: _media_pb2.Modality.ValueType
@@ -43,9 +49,27 @@ class EncodeRequest(_message.Message):
     """Rows that the gateway planned. An item that yields another number fails."""
     field: _builtins.str
     """The part's path in the client's request; repeated in errors."""
+    patches: _builtins.int
+    """Patches that go through the towers, which is what the item costs in a batch; 0 means as many as rows."""
+    tiles: _builtins.int
+    """Pictures that the towers see: tiles, frames or windows. Families that tile a picture only where it is alone in its request
+    give a picture among others one tile.
+    """
+    samples: _builtins.int
+    """Audio: samples of one channel to encode, at the model's rate; the rest is cut off."""
+    masked: _builtins.bool
+    """Image: whether some picture of the request is padded, in families whose towers then see all of them otherwise (Phi-4)."""
     @_builtins.property
     def expected_grid(self) -> _media_pb2.Grid:
         """Grid that the gateway planned."""
+
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Video: indices of the frames to decode, in order; one may come twice."""
+
+    @_builtins.property
+    def times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Video: when those are shown, in seconds from the first frame of the file."""
 
     def __init__(
         self,
@@ -56,10 +80,16 @@ class EncodeRequest(_message.Message):
         expected_rows: _builtins.int = ...,
         expected_grid: _media_pb2.Grid | None = ...,
         field: _builtins.str = ...,
+        patches: _builtins.int = ...,
+        tiles: _builtins.int = ...,
+        frames: _abc.Iterable[_builtins.int] | None = ...,
+        times: _abc.Iterable[_builtins.float] | None = ...,
+        samples: _builtins.int = ...,
+        masked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_grid", b"expected_grid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "modality", b"modality", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "frames", b"frames", "masked", b"masked", "modality", b"modality", "patches", b"patches", "request_id", b"request_id", "samples", b"samples", "tiles", b"tiles", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

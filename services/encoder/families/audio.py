@@ -1,0 +1,75 @@
+"""How each family prepares and encodes recordings. A recording is one channel of float32 samples at the model's own rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.encoder.features import Inputs, Levels, Scheme
+from services.models.hf import masking_utils
+from services.models.media import ItemPlan
+
+
+def _mel(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
+    """Mel frames, padded with silence to the longest that the model hears, and which of them are sound."""
+    output = processor(
+        samples[: plan.samples], sampling_rate=processor.sampling_rate, padding="max_length", return_attention_mask=True,
+        return_tensors="pt",
+    )  # fmt: skip
+    return {"input_features": output["input_features"], "feature_attention_mask": output["attention_mask"]}
+
+
+def _qwen2_audio_features(base: Any, inputs: Inputs) -> Levels:
+    """As ``Qwen2AudioModel.forward``, which has no method for it: padding is masked, then cut off."""
+    tower, mel = base.audio_tower, inputs["input_features"]  # [recordings, bins, frames]
+    positions, rows = tower._get_feat_extract_output_lengths(inputs["feature_attention_mask"].sum(-1))
+    places = torch.arange((mel.shape[-1] - 2) // 2 + 1, device=mel.device)
+    mask = masking_utils.create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=mel.new_zeros(len(mel), len(places), 1),
+        attention_mask=(places < positions[:, None]).long(),
+    )
+    features = base.multi_modal_projector(tower(mel, attention_mask=mask).last_hidden_state)
+    return [[recording[:count] for recording, count in zip(features, rows.tolist(), strict=True)]]
+
+
+def _voxtral(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
+    """Windows of 30 seconds, the last one padded with silence; mel frames are those of the whole recording."""
+    output = processor(
+        samples[: plan.samples], sampling_rate=processor.sampling_rate, padding=True, truncation=False,
+        pad_to_multiple_of=processor.n_samples, return_tensors="pt",
+    )  # fmt: skip
+    windows = output["input_features"].reshape(processor.feature_size, -1, processor.nb_max_frames)
+    return {"input_features": windows.transpose(0, 1)}  # [windows, bins, frames]
+
+
+def _voxtral_features(base: Any, inputs: Inputs) -> Levels:
+    windows = inputs["input_features"]
+    rows = base.get_audio_features(windows, return_dict=True).pooler_output  # [windows x rows, hidden]
+    return [rows.unflatten(0, (len(windows), -1))]
+
+
+def _windows_of(inputs: Inputs) -> int:
+    return inputs["input_features"].shape[0]
+
+
+def _omni(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
+    """Frames without their padding, behind one another: the tower parts them by their number."""
+    mel = _mel(processor, samples, plan)
+    frames = mel["feature_attention_mask"].sum(-1)  # [1]
+    return {"frames": mel["input_features"][0].T[: int(frames)].contiguous(), "counts": frames.long()}  # [frames, bins], [1]
+
+
+def _omni_features(base: Any, inputs: Inputs) -> Levels:
+    positions, rows = base.audio_tower._get_feat_extract_output_lengths(inputs["counts"])
+    output = base.audio_tower(inputs["frames"].T, feature_lens=inputs["counts"], aftercnn_lens=positions)
+    return [output.last_hidden_state.split(rows.tolist())]
+
+
+AUDIO = {
+    "qwen2_audio": Scheme(_mel, _qwen2_audio_features),
+    "voxtral": Scheme(_voxtral, _voxtral_features, entries=_windows_of),
+    "qwen2_5_omni_thinker": Scheme(_omni, _omni_features),
+}

@@ -1,0 +1,156 @@
+"""How each family prepares and encodes pictures. A picture is a ``PIL.Image`` of mode RGB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from PIL import Image
+
+from services.encoder.features import Inputs, Levels, Scheme
+from services.models.media import Grid, ItemPlan
+
+_GEMMA3_CROPS = {  # where published files say null; the processor's own arithmetic needs numbers
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+
+
+def _processed(*names: str, **settings: Any) -> Callable[[Any, Any, ItemPlan], Inputs]:
+    """What the processor makes of a picture, with settings that the family's whole processor forces."""
+
+    def prepare(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+        output = processor(images=[picture], return_tensors="pt", **settings)
+        return {name: output[name] for name in names}
+
+    return prepare
+
+
+def picture_features(base: Any, inputs: Inputs) -> Levels:
+    """Whatever ``get_image_features`` pools: a picture's rows an entry, or a tile's."""
+    output = base.get_image_features(**inputs, return_dict=True)
+    return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+
+def patch_grid(name: str) -> Callable[[Inputs, ItemPlan, Mapping[str, Any]], Grid]:
+    """The grid of patches that Qwen's processors put beside the pixels; four neighbours become a row."""
+
+    def grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> Grid:
+        return Grid(*inputs[name][0].tolist())  # [1, 3]
+
+    return grid
+
+
+def tiles_of(inputs: Inputs) -> int:
+    """Tiles, views or frames of an item whose every one is an entry."""
+    return inputs["pixel_values"].shape[0]
+
+
+def tile_grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> Grid:
+    """A run of rows for each tile."""
+    tiles = tiles_of(inputs)
+    return Grid(tiles, 1, plan.rows // tiles)
+
+
+def _pixel_grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> Grid:
+    height, width = inputs["pixel_values"].shape[-2:]  # [1, channels, height, width]
+    patch = int(config["vision_config"]["patch_size"])
+    return Grid(1, height // patch, width // patch)
+
+
+def _llava_next(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+    output = processor(images=[picture], do_pad=True, return_tensors="pt")
+    return {"pixel_values": output["pixel_values"][0], "image_sizes": output["image_sizes"]}  # [tiles, ...], [1, 2]
+
+
+def _llava_onevision(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+    """A picture that is alone in its request is tiled, so that it has two tiles at least; one of several is a single tile.
+
+    The processor tells them apart by how many stand in a list, the model by ``batch_num_images``, where anything but 1 means
+    several. Here a speck stands for the others and is dropped again.
+    """
+    alone = plan.tiles != 1
+    beside = [] if alone else [Image.new("RGB", (1, 1))]
+    output = processor(images=[[picture, *beside]], return_tensors="pt")
+    inputs = {"pixel_values": output["pixel_values"][0], "image_sizes": output["image_sizes"][:1]}
+    return inputs if alone else {**inputs, "batch_num_images": output["batch_num_images"]}
+
+
+def _idefics3(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+    """Tiles as if each were a request of its own, so that each becomes an entry."""
+    output = processor(images=[picture], return_tensors="pt")
+    pixels, mask = output["pixel_values"][0], output["pixel_attention_mask"][0].bool()
+    return {"pixel_values": pixels.unsqueeze(1), "pixel_attention_mask": mask.unsqueeze(1)}  # [tiles, 1, ...]
+
+
+def _gemma3(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+    """Views: the whole picture, then its crops. Crops are cut where the files say so, which the whole processor overrides."""
+    said = {name: getattr(processor, name, None) for name in _GEMMA3_CROPS}
+    settings = {name: _GEMMA3_CROPS[name] if value is None else value for name, value in said.items()}
+    output = processor(images=[picture], return_tensors="pt", do_convert_rgb=True, **settings)
+    return {"pixel_values": output["pixel_values"]}  # [views, channels, height, width]
+
+
+def _mllama_features(base: Any, inputs: Inputs) -> Levels:
+    """States for cross-attention, those of unused tiles too."""
+    states = base.multi_modal_projector(base.vision_model(**inputs).last_hidden_state)
+    return [states.flatten(1, -2)]  # [pictures, 1 x tiles x patches, hidden]
+
+
+def _mllama_grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> Grid:
+    mask = inputs["aspect_ratio_mask"]  # [1, 1, most tiles]
+    return Grid(int(mask.sum()), mask.shape[-1], plan.rows // mask.shape[-1])
+
+
+def _phi4(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+    """``causal`` is there where no picture of the request is padded: only its name matters, it keeps such items together."""
+    output = processor(images=[picture], return_tensors="pt")
+    inputs = {name: output[name] for name in ("image_pixel_values", "image_sizes", "num_img_tokens")}
+    # whole numbers: the model counts lines and columns by its sum, which half precision would round
+    mask = inputs["image_attention_mask"] = output["image_attention_mask"].long()  # [1, crops, lines, columns]
+    return inputs if plan.masked or not mask.all() else {**inputs, "causal": torch.ones(1, dtype=torch.bool)}
+
+
+def _phi4_features(base: Any, inputs: Inputs) -> Levels:
+    """The module only knows how to write rows into a prompt, so it gets one that is nothing but placeholders.
+
+    Its tower's attention calls itself causal, and is so in transformers' fast attention where nothing is masked.
+    """
+    counts = inputs["num_img_tokens"].tolist()
+    module, pixels = base.embed_tokens_extend.image_embed, inputs["image_pixel_values"]
+    for layer in module.img_processor.encoder.layers:
+        layer.self_attn.is_causal = "causal" in inputs
+    token, hidden = module.config.vision_config.image_token_id, module.config.hidden_size
+    rows = module(
+        torch.full((1, sum(counts)), token, device=pixels.device),
+        torch.zeros(1, sum(counts), hidden, dtype=pixels.dtype, device=pixels.device),
+        image_pixel_values=pixels,
+        image_sizes=inputs["image_sizes"],
+        image_attention_mask=inputs["image_attention_mask"],
+    )
+    return [rows[0].split(counts)]
+
+
+_QWEN = Scheme(_processed("pixel_values", "image_grid_thw"), picture_features, patch_grid("image_grid_thw"))
+_IDEFICS3 = Scheme(_idefics3, picture_features, tile_grid, tiles_of)
+
+IMAGES = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen2_5_omni_thinker": _QWEN,
+    "llava": Scheme(_processed("pixel_values"), picture_features, _pixel_grid),
+    "llava_next": Scheme(_llava_next, picture_features),
+    "llava_onevision": Scheme(_llava_onevision, picture_features),
+    "internvl": Scheme(_processed("pixel_values", crop_to_patches=True), picture_features, entries=tiles_of),
+    "smolvlm": _IDEFICS3,
+    "idefics3": _IDEFICS3,
+    "gemma3": Scheme(_gemma3, picture_features, tile_grid, tiles_of),
+    "gemma4": Scheme(_processed("pixel_values", "image_position_ids"), picture_features),
+    "paligemma": Scheme(_processed("pixel_values"), picture_features),
+    "mllama": Scheme(_processed("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"), _mllama_features, _mllama_grid),
+    "phi4_multimodal": Scheme(_phi4, _phi4_features),
+}

@@ -1,0 +1,59 @@
+"""How each family prepares and encodes videos. A video is the frames that its plan names: [frames, height, width, 3] of uint8.
+
+Which frames those are and when they are shown was decided with the plan; no processor samples again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from services.encoder.families.images import patch_grid, picture_features, tile_grid, tiles_of
+from services.encoder.features import Inputs, Levels, Scheme
+from services.models.media import ItemPlan
+from services.models.video_plans import OMNI_PIXELS
+
+
+def _processed(processor: Any, frames: np.ndarray, **settings: Any) -> Inputs:
+    inputs: Inputs = processor(
+        videos=[frames], do_sample_frames=False, input_data_format="channels_last", return_tensors="pt", **settings
+    )
+    return inputs
+
+
+def _qwen(processor: Any, frames: np.ndarray, plan: ItemPlan, **settings: Any) -> Inputs:
+    cap = bool(getattr(processor, "cap_pixels_per_frame", None))  # not said: off, as the plan has it
+    output = _processed(processor, frames, cap_pixels_per_frame=cap, **settings)
+    return {name: output[name] for name in ("pixel_values_videos", "video_grid_thw")}
+
+
+def _omni(processor: Any, frames: np.ndarray, plan: ItemPlan) -> Inputs:
+    """The whole processor forces a size of its own, whatever the files say."""
+    return _qwen(processor, frames, plan, size=OMNI_PIXELS)
+
+
+def _llava_onevision(processor: Any, frames: np.ndarray, plan: ItemPlan) -> Inputs:
+    return {"pixel_values_videos": _processed(processor, frames)["pixel_values_videos"]}  # [1, frames, ...]
+
+
+def _internvl(processor: Any, frames: np.ndarray, plan: ItemPlan) -> Inputs:
+    """Frames are tiles to the towers."""
+    return {"pixel_values": _processed(processor, frames)["pixel_values_videos"][0]}  # [frames, ...]
+
+
+def _video_features(base: Any, inputs: Inputs) -> Levels:
+    output = base.get_video_features(**inputs, return_dict=True)
+    return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+
+_QWEN = Scheme(_qwen, _video_features, patch_grid("video_grid_thw"))
+
+VIDEOS = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen2_5_omni_thinker": Scheme(_omni, _video_features, patch_grid("video_grid_thw")),
+    "llava_onevision": Scheme(_llava_onevision, _video_features),
+    "internvl": Scheme(_internvl, picture_features, tile_grid, tiles_of),
+}
