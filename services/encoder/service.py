@@ -11,20 +11,26 @@ import torch
 from PIL import Image
 
 from services.common import logs
+from services.common.errors import invalid
 from services.common.server import Readiness
 from services.encoder.batcher import Batcher
 from services.encoder.config import EncoderConfig
-from services.encoder.decode import decode_image
-from services.encoder.pipeline import Pipeline
+from services.encoder.decoding.pool import DecodePool
+from services.encoder.decoding.process import Limits
+from services.encoder.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
+from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import ImagePreprocessor, Prepared
 from services.encoder.servicer import EncoderServicer
 from services.encoder.store import Store
 from services.encoder.towers import Towers
+from services.models.audio_lengths import RATE
 from services.models.checkpoint import open_checkpoint
+from services.models.media import Modality
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 logger = logging.getLogger(__name__)
 WARM_UP_SIZE = (64, 64)
+_WALL = 4  # times the processor time, for a machine that is busy
 
 
 class EncoderService:
@@ -42,6 +48,8 @@ class EncoderService:
         self._checkpoint = open_checkpoint(config.model)
         self._store = Store(config.lease_seconds)
         self._servicer = EncoderServicer(self._checkpoint, config, self._store)
+        limits = Limits(config.decode_memory_bytes, config.decode_seconds, _WALL * config.decode_seconds)
+        self._pool = DecodePool(config.decode_workers, limits, config.max_pending_items)
 
     def register(self, server: grpc.aio.Server) -> None:
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(self._servicer, server)
@@ -51,7 +59,7 @@ class EncoderService:
             torch.set_num_threads(self._config.threads)
         if self._checkpoint.family.encoded:
             started = time.perf_counter()
-            preprocessor, towers = await asyncio.to_thread(self._load)
+            (preprocessor, towers), _ = await asyncio.gather(asyncio.to_thread(self._load), self._pool.start())
             self._servicer.pipeline = self._pipeline(preprocessor, towers)
             self._servicer.parameter_bytes = towers.parameter_bytes
             seconds = round(time.perf_counter() - started, 3)
@@ -67,6 +75,7 @@ class EncoderService:
     async def stop(self) -> None:
         if self._servicer.pipeline is not None:
             await self._servicer.pipeline.stop()
+        await self._pool.stop()
 
     def _load(self) -> tuple[ImagePreprocessor, Towers]:
         """Load both, and encode one blank picture: what cannot work fails here and not at the first request."""
@@ -76,8 +85,35 @@ class EncoderService:
         return preprocessor, towers
 
     def _pipeline(self, preprocessor: ImagePreprocessor, towers: Towers) -> Pipeline:
-        def prepare(data: bytes, field: str) -> Prepared:
-            return preprocessor(decode_image(data, field, self._config.max_pixels, preprocessor.check_size))
+        async def decode(planned: Planned, data: bytes) -> Decoded:
+            return await self._pool.decode(data, _spec(planned, self._config), planned.field)
+
+        def preprocess(planned: Planned, decoded: Decoded) -> Prepared:
+            height, width, _ = decoded.array.shape
+            try:
+                preprocessor.check_size(width, height)
+            except ValueError as error:
+                raise invalid(planned.field, str(error)) from None
+            return preprocessor(Image.fromarray(decoded.array))
 
         batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
-        return Pipeline(self._store, batcher, prepare, self._config.decode_threads)
+        return Pipeline(self._store, batcher, decode, preprocess, self._config.decode_workers)
+
+
+def _spec(planned: Planned, config: EncoderConfig) -> Spec:
+    """What decoding an item has to yield; a ServiceError where that is more than this encoder does."""
+    if planned.modality is Modality.IMAGE:
+        return ImageSpec(config.max_pixels)
+    if planned.modality is Modality.AUDIO:
+        limit = int(config.max_audio_seconds * RATE)
+        if planned.samples > limit:
+            text = f"{planned.samples} samples at {RATE} a second are to be heard; at most {limit} are accepted"
+            raise invalid(planned.field, text, reason="AUDIO_TOO_LONG", limit=limit, requested=planned.samples)
+        return SoundSpec(limit, planned.samples or None, RATE)
+    if not 0 < len(planned.frames) <= config.max_video_frames:
+        text = f"{len(planned.frames)} frames are to be looked at; accepted are 1 to {config.max_video_frames}"
+        raise invalid(
+            planned.field, text, reason="VIDEO_TOO_LONG", limit=config.max_video_frames, requested=len(planned.frames)
+        )  # fmt: skip
+    # half of the memory is left to the decoder
+    return VideoSpec(planned.frames, config.max_pixels, config.decode_memory_bytes // 2)

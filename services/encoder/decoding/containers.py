@@ -51,7 +51,7 @@ def opened(data: bytes, unreadable: str) -> Iterator[InputContainer]:
     options = {"codec_whitelist": ",".join(_DECODERS), "format_whitelist": name, "protocol_whitelist": "none"}
     try:
         container = av.open(
-            io.BytesIO(data), format=name, container_options=options, metadata_errors="ignore", io_open=_nothing_else
+            io.BytesIO(data), "r", format=name, container_options=options, metadata_errors="ignore", io_open=_nothing_else
         )
     except MemoryError:
         raise

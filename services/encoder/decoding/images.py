@@ -20,7 +20,7 @@ _TURNS: dict[int, Callable[[Array], Array]] = {  # of [height, width, 3]
     4: lambda pixels: pixels[::-1],
     5: lambda pixels: pixels.swapaxes(0, 1),
     6: lambda pixels: np.rot90(pixels, -1),
-    7: lambda pixels: np.rot90(pixels[:, ::-1]),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
     8: lambda pixels: np.rot90(pixels),
 }
 

@@ -37,6 +37,7 @@ class DecodePool:
         self._workers: set[Worker] = set()
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()  # may hold dead ones
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._waiting = 0
         self._stopped = False
         self.restarts = 0
@@ -70,7 +71,7 @@ class DecodePool:
         self._stopped = True
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._closing, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._workers))
         self._workers.clear()
         metrics.decode_workers.set(0)
@@ -171,7 +172,9 @@ class DecodePool:
         metrics.decode_worker_restarts.inc()
         logs.event(logger, "decode worker replaced", logging.WARNING, why=why, worker_pid=worker.pid)
         self._task(self._start_again())
-        self._task(worker.close())
+        closing = asyncio.create_task(worker.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _start_again(self) -> None:
         wait, longest = _RETRY_SECONDS
