@@ -53,7 +53,9 @@ def test_ordinary_pictures_are_what_pillow_makes_of_them(format: str, mode: str)
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 40, "restart_marker_blocks": 2}, {"optimize": True}])
-def test_jpeg_has_the_pixels_that_pillow_gives(subsampling: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jpeg_has_the_pixels_that_pillow_gives(
+    subsampling: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = file_bytes(picture(61, 37), "JPEG", subsampling=subsampling, **options)
     expected = Image.open(io.BytesIO(data)).convert("RGB")
     monkeypatch.setattr(Image.Image, "convert", None)  # the slow way would call it

@@ -46,7 +46,10 @@ class _Result:
         """An array in it; a later call takes the place of an earlier one."""
         self.shape = shape
         count = int(np.prod(shape))
-        self._maps.append(mmap.mmap(self._descriptor, count * np.dtype(dtype).itemsize))
+        try:
+            self._maps.append(mmap.mmap(self._descriptor, count * np.dtype(dtype).itemsize))
+        except OSError:  # no address space left, or the result is larger than the spec says
+            raise MemoryError from None
         return np.frombuffer(self._maps[-1], dtype, count).reshape(shape)
 
     def close(self) -> None:
