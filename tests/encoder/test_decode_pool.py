@@ -436,6 +436,7 @@ def test_a_worker_imports_neither_torch_nor_grpc_and_stays_small() -> None:
             resident = int(Path(f"/proc/{worker.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             assert resident < 150 * 1024**2
             assert len(os.listdir(f"/proc/{worker.pid}/task")) == 1
+            assert worker.sandboxed
         finally:
             await worker.close()
 

@@ -65,6 +65,8 @@ class DecodePool:
         except* WorkerLost as lost:
             await self.stop()
             raise lost.exceptions[0] from None
+        sandboxed = all(worker.sandboxed for worker in self._workers)
+        logs.event(logger, "decode workers started", workers=self._count, sandboxed=sandboxed)
 
     async def stop(self) -> None:
         """End all workers; files that they are at fail."""

@@ -80,6 +80,7 @@ class Worker:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         self.alive = True
+        self.sandboxed = False
 
     @property
     def pid(self) -> int:
@@ -87,14 +88,14 @@ class Worker:
         return self._process.pid
 
     async def ready(self) -> None:
-        """Wait until it has loaded its decoders.
+        """Wait until it has loaded its decoders. ``sandboxed`` says then whether the kernel filters its system calls.
 
         Raises:
             WorkerLost: it ended, or took too long.
         """
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._reply()
+                self.sandboxed = (await self._reply()).get("sandboxed") is True
         except (OSError, ValueError, TimeoutError) as error:
             raise WorkerLost(f"did not start: {error!r}") from None
 

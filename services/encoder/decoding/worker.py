@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from services.encoder.decoding import wire
+from services.encoder.decoding import sandbox, wire
 from services.encoder.decoding.images import decode_image
 from services.encoder.decoding.refusals import Refused
 from services.encoder.decoding.sound import decode_sound
 from services.encoder.decoding.specs import Array, Facts, from_header
 from services.encoder.decoding.video import decode_video
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 64
 _DECODERS: dict[str, Callable[..., Facts]] = {"image": decode_image, "audio": decode_sound, "video": decode_video}
 
@@ -71,8 +71,9 @@ def main() -> None:
     _tie_to(parent)
     Image.init()
     _limit(memory_bytes)
+    sandboxed = sandbox.forbid()
     sock = socket.socket(fileno=descriptor)
-    sock.sendall(b"".join(wire.encode({"ready": True})))
+    sock.sendall(b"".join(wire.encode({"sandboxed": sandboxed})))
     while (request := wire.receive(sock)) is not None:
         header, data, target = request
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -103,9 +104,7 @@ def _tie_to(parent: int) -> None:
     """End when the service ends, however it does, and not when a terminal or a supervisor ends the group: it drains first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the service is gone")
 
