@@ -377,6 +377,18 @@ def test_more_than_may_wait_are_turned_away() -> None:
     run(work())
 
 
+def test_a_result_without_a_descriptor_left_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        data = file_bytes(picture(40, 30))
+        async with pool_of(1) as pool:
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="none left"):
+                patch.setattr(process.os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError("none left")))
+                await pool.decode(data, IMAGE, FIELD)
+            assert (await pool.decode(data, IMAGE, FIELD)).array.shape == (30, 40, 3)
+
+    run(work())
+
+
 def test_stopping_in_the_middle_ends_every_worker() -> None:
     async def work() -> None:
         before = children()

@@ -13,7 +13,10 @@ from services.encoder.decoding.video import decode_video
 FORMATS = [
     ("mp4", "h264"),
     ("matroska", "h264"),
+    ("webm", "libvpx"),
     ("webm", "libvpx-vp9"),
+    ("mp4", "libx265"),
+    ("matroska", "libsvtav1"),
     ("avi", "mpeg4"),
     ("avi", "mjpeg"),
     ("mov", "mpeg4"),

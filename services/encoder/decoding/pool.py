@@ -56,13 +56,13 @@ class DecodePool:
         """Start the workers.
 
         Raises:
-            WorkerLost: one does not start.
+            WorkerLost, OSError: one does not start.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._count):
                     group.create_task(self._start_one())
-        except* WorkerLost as lost:
+        except* (WorkerLost, OSError) as lost:
             await self.stop()
             raise lost.exceptions[0] from None
         sandboxed = all(worker.sandboxed for worker in self._workers)
@@ -129,8 +129,11 @@ class DecodePool:
         except WorkerLost as lost:
             self._replace(worker, str(lost))
             raise
-        except BaseException:  # cancelled: it is still at work
+        except asyncio.CancelledError:  # stop() ends it at its work
             worker.alive = False
+            raise
+        except Exception as error:  # no descriptor or memory left for the result
+            self._replace(worker, repr(error))
             raise
         self._give_back(worker)
         return decoded

@@ -73,7 +73,7 @@ class Worker:
         # One allocator arena: others would each reserve address space, which is limited.
         environment |= {"PYTHONPATH": _ROOT, "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "1"}
         environment |= dict.fromkeys(_THREADS, "1")
-        with theirs:
+        with theirs, _closed_on_error(self._socket):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "services.encoder.decoding.worker", settings],
                 cwd="/", env=environment, pass_fds=(theirs.fileno(),), process_group=0,
@@ -169,6 +169,16 @@ class Worker:
         self._process.kill()
         code = await asyncio.to_thread(self._process.wait)
         return WorkerLost(f"{error}; exit code {code}", timed_out=-code in (signal.SIGPROF, signal.SIGALRM))
+
+
+@contextmanager
+def _closed_on_error(sock: socket.socket) -> Iterator[None]:
+    """Close it where what follows fails."""
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
 
 
 @contextmanager
