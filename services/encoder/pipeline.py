@@ -1,4 +1,4 @@
-"""The way of one item: decode and preprocess in a thread, towers in a batch, rows into the store.
+"""The way of one item: decode in a worker process, preprocess in a thread, towers in a batch, rows into the store.
 
 An item that fails does so alone, with an error that a client may see. Knows nothing of messages.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -18,6 +18,7 @@ from services.common import logs
 from services.common.errors import ServiceError
 from services.encoder import metrics
 from services.encoder.batcher import Batcher
+from services.encoder.decoding.specs import Decoded
 from services.encoder.features import Features
 from services.encoder.preprocess import Prepared
 from services.encoder.store import Done, Entry, Header, Store
@@ -41,7 +42,8 @@ class Planned:
     check_grid: bool = True
 
 
-Prepare = Callable[[bytes, Planned], Prepared]
+Decode = Callable[[Planned, bytes], Awaitable[Decoded]]
+Preprocess = Callable[[Planned, Decoded], Prepared]
 
 
 class Pipeline:
@@ -50,16 +52,18 @@ class Pipeline:
     Args:
         store: where the rows go.
         batcher: runs the towers.
-        prepare: decodes and preprocesses; called in threads.
-        decode_threads: how many of them.
+        decode: the file's pixels or samples.
+        preprocess: makes the towers' inputs of them; called in threads.
+        at_once: items decoded and preprocessed at the same time.
     """
 
-    def __init__(self, store: Store, batcher: Batcher, prepare: Prepare, decode_threads: int) -> None:
+    def __init__(self, store: Store, batcher: Batcher, decode: Decode, preprocess: Preprocess, at_once: int) -> None:
         self._store = store
         self._batcher = batcher
-        self._prepare = prepare
-        self._decoders = asyncio.Semaphore(decode_threads)
-        self._threads = ThreadPoolExecutor(decode_threads, "decode")
+        self._decode = decode
+        self._preprocess = preprocess
+        self._places = asyncio.Semaphore(at_once)
+        self._threads = ThreadPoolExecutor(at_once, "preprocess")
 
     def submit(self, planned: Planned, data: bytes) -> str:
         """Start on an item and return its ref at once; the media is let go of as soon as it is decoded."""
@@ -77,10 +81,13 @@ class Pipeline:
         outcome = "failed"
         try:
             submitted = time.perf_counter()
-            async with self._decoders:
+            async with self._places:
                 await self._batcher.room()
-                prepared = await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, data, planned)
-            del data
+                decoded = await self._decode(planned, data)
+                del data
+                loop = asyncio.get_running_loop()
+                prepared = await loop.run_in_executor(self._threads, self._preprocess, planned, decoded)
+                del decoded
             self._store.hold(entry, prepared.nbytes)
             preprocessed = time.perf_counter()
             features = await self._batcher.encode(prepared)

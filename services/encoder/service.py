@@ -12,15 +12,20 @@ import torch
 from PIL import Image
 
 from services.common import logs
+from services.common.errors import invalid
 from services.common.server import Readiness
 from services.encoder.batcher import Batcher
 from services.encoder.config import EncoderConfig
-from services.encoder.decode import decode_image
+from services.encoder.decoding.pool import DecodePool
+from services.encoder.decoding.process import Limits
+from services.encoder.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
 from services.encoder.pipeline import Pipeline, Planned
-from services.encoder.preprocess import Decoded, Prepared, Preprocessor
+from services.encoder.preprocess import Decoded as Medium
+from services.encoder.preprocess import Prepared, Preprocessor
 from services.encoder.servicer import EncoderServicer
 from services.encoder.store import Store
 from services.encoder.towers import Towers
+from services.models.audio_lengths import RATE
 from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Clip, ItemPlan, Modality, Picture, Recording
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
@@ -28,6 +33,7 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 logger = logging.getLogger(__name__)
 WARM_UP_SIDE = 64  # pixels
 WARM_UP_SAMPLES = 16000
+_WALL = 4  # times the processor time, for a machine that is busy
 
 
 class EncoderService:
@@ -45,6 +51,8 @@ class EncoderService:
         self._checkpoint = open_checkpoint(config.model)
         self._store = Store(config.lease_seconds)
         self._servicer = EncoderServicer(self._checkpoint, config, self._store)
+        limits = Limits(config.decode_memory_bytes, config.decode_seconds, _WALL * config.decode_seconds)
+        self._pool = DecodePool(config.decode_workers, limits, config.max_pending_items)
 
     def register(self, server: grpc.aio.Server) -> None:
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(self._servicer, server)
@@ -54,7 +62,7 @@ class EncoderService:
             torch.set_num_threads(self._config.threads)
         if self._checkpoint.family.encoded:
             started = time.perf_counter()
-            preprocessor, towers = await asyncio.to_thread(self._load)
+            (preprocessor, towers), _ = await asyncio.gather(asyncio.to_thread(self._load), self._pool.start())
             self._servicer.pipeline = self._pipeline(preprocessor, towers)
             self._servicer.parameter_bytes = towers.parameter_bytes
             seconds = round(time.perf_counter() - started, 3)
@@ -70,6 +78,7 @@ class EncoderService:
     async def stop(self) -> None:
         if self._servicer.pipeline is not None:
             await self._servicer.pipeline.stop()
+        await self._pool.stop()
 
     def _load(self) -> tuple[Preprocessor, Towers]:
         """Load both, and encode one blank item of each kind: what cannot work fails here and not at the first request."""
@@ -80,16 +89,24 @@ class EncoderService:
         return preprocessor, towers
 
     def _pipeline(self, preprocessor: Preprocessor, towers: Towers) -> Pipeline:
-        def prepare(data: bytes, planned: Planned) -> Prepared:
-            assert planned.plan.modality is Modality.IMAGE, "the servicer takes what the family's entry says is encoded"
-            picture = decode_image(data, planned.field, self._config.max_pixels, preprocessor.check_size)
-            return preprocessor(picture, planned.plan)
+        async def decode(planned: Planned, data: bytes) -> Decoded:
+            return await self._pool.decode(data, _spec(planned, self._config), planned.field)
+
+        def preprocess(planned: Planned, decoded: Decoded) -> Prepared:
+            if planned.plan.modality is not Modality.IMAGE:
+                return preprocessor(decoded.array, planned.plan)
+            height, width, _ = decoded.array.shape
+            try:
+                preprocessor.check_size(width, height)
+            except ValueError as error:
+                raise invalid(planned.field, str(error)) from None
+            return preprocessor(Image.fromarray(decoded.array), planned.plan)
 
         batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
-        return Pipeline(self._store, batcher, prepare, self._config.decode_threads)
+        return Pipeline(self._store, batcher, decode, preprocess, self._config.decode_workers)
 
 
-def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Decoded, ItemPlan]:
+def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Medium, ItemPlan]:
     """A small item that shows or says nothing, decoded, and its plan."""
     side = WARM_UP_SIDE
     match modality:
@@ -100,3 +117,22 @@ def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Decoded, ItemPlan
         case Modality.VIDEO:
             (plan,) = checkpoint.plan([Clip(side, side, 4, 2.0)])
             return np.zeros((len(plan.frames), side, side, 3), np.uint8), plan
+
+
+def _spec(planned: Planned, config: EncoderConfig) -> Spec:
+    """What decoding an item has to yield; a ServiceError where that is more than this encoder does."""
+    if planned.plan.modality is Modality.IMAGE:
+        return ImageSpec(config.max_pixels)
+    if planned.plan.modality is Modality.AUDIO:
+        limit = int(config.max_audio_seconds * RATE)
+        if planned.plan.samples > limit:
+            text = f"{planned.plan.samples} samples at {RATE} a second are to be heard; at most {limit} are accepted"
+            raise invalid(planned.field, text, reason="AUDIO_TOO_LONG", limit=limit, requested=planned.plan.samples)
+        return SoundSpec(limit, planned.plan.samples or None, RATE)
+    if not 0 < len(planned.plan.frames) <= config.max_video_frames:
+        text = f"{len(planned.plan.frames)} frames are to be looked at; accepted are 1 to {config.max_video_frames}"
+        raise invalid(
+            planned.field, text, reason="VIDEO_TOO_LONG", limit=config.max_video_frames, requested=len(planned.plan.frames)
+        )  # fmt: skip
+    # half of the memory is left to the decoder
+    return VideoSpec(planned.plan.frames, config.max_pixels, config.decode_memory_bytes // 2)

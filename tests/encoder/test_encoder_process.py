@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -59,8 +59,11 @@ def test_it_answers_and_ends_cleanly(checkpoint_dir: Callable[[str], Path]) -> N
         assert [event.WhichOneof("event") for event in events] == ["header", "chunk", "done"]
         assert stub.GetLoad(encoder_pb2.GetLoadRequest()).encoded_items == 1
         stub.Release(encoder_pb2.ReleaseRequest(ref_ids=[ref]))
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+        assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
 def test_a_draining_encoder_still_hands_out_what_it_promised(checkpoint_dir: Callable[[str], Path]) -> None:
@@ -85,12 +88,27 @@ def test_a_draining_encoder_still_hands_out_what_it_promised(checkpoint_dir: Cal
         assert process.wait(20) == 0
 
 
+def workers_of(pid: int) -> list[int]:
+    """Its decode workers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found += [int(entry.name)] * (b"services.encoder.decoding.worker" in (entry / "cmdline").read_bytes())
+    return found
+
+
 @pytest.mark.parametrize(
     ("arguments", "text", "code"),
     [
         (["--model", "/no/such/folder"], "neither a folder nor a hub id", 1),
         (["--lease-seconds", "0"], "--lease-seconds must be more than 0", 2),
         (["--max-item-bytes", "999999999"], "--max-item-bytes must fit a message", 2),
+        (["--decode-workers", "0"], "--decode-workers must be more than 0", 2),
+        (["--decode-memory-bytes", "1000"], "--decode-memory-bytes must be at least", 2),
+        (["--decode-seconds", "-1"], "--decode-seconds must be more than 0", 2),
+        (["--max-audio-seconds", "0"], "--max-audio-seconds must be more than 0", 2),
+        (["--max-video-frames", "0"], "--max-video-frames must be more than 0", 2),
         (["--no-such-flag"], "--no-such-flag", 2),
     ],
 )

@@ -141,7 +141,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_picture(name: str) -> None:
-    with refused(INVALID, "JPEG, PNG, WEBP, GIF, BMP, TIFF and AVIF") as errors:
+    with refused(INVALID, "JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF and HEIF") as errors:
         facts(BAD[name])
     assert errors[0].field == FIELD
     assert "0x" not in errors[0].message and "object" not in errors[0].message

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import triptych
-from services.encoder.decode import decode_image
+from services.encoder.decoding.images import decode_image
+from services.encoder.decoding.specs import ImageSpec
 from services.gateway.probe import probe_image
 from tests.stack.conftest import RunningStack
 
@@ -108,8 +110,15 @@ ODD = [*from_files(), *turned()]
 @pytest.mark.parametrize("odd", [odd for odd in ODD if odd.size and odd.part.data], ids=str)
 def test_gateway_and_encoder_see_the_same_size(odd: Odd) -> None:
     facts = probe_image(odd.part.data, "image", max_pixels=50_000_000)
-    decoded = decode_image(odd.part.data, "image", 50_000_000, lambda width, height: None)
-    assert (facts.width, facts.height) == decoded.size == odd.size
+    shapes = []
+
+    def allocate(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
+        shapes.append(shape)
+        return np.empty(shape, dtype)
+
+    decode_image(odd.part.data, ImageSpec(50_000_000), allocate)
+    height, width, _ = shapes[-1]
+    assert (facts.width, facts.height) == (width, height) == odd.size
 
 
 async def check(client: triptych.AsyncClient, odd: Odd) -> None:
