@@ -111,20 +111,27 @@ class Engine:
         if not chunks:
             return False
         self.step_started = time.monotonic()
-        try:
-            kv = self.scheduler.kv
-            self.runner.prepare(kv.take_copies(), kv.take_stale())
-            output = self.runner.run(chunks, self._scored)
-        except Exception:
-            logger.exception("step failed", extra=_of(self._answers[c.sequence.id] for c in chunks))
-            for chunk in chunks:
-                self._fail(chunk.sequence, "the step that computed this request failed; the log has the details")
-        else:
-            self._postprocess(chunks, output)
+        self.runner.prepare(self.scheduler.kv.take_copies(), self.scheduler.kv.take_stale())
+        self._compute(chunks)
         self.steps += 1
         self.largest_batch = max(self.largest_batch, len(chunks))
         self.step_started = None
         return True
+
+    def _compute(self, chunks: list[Chunk]) -> None:
+        """Run and postprocess; what fails together is computed again one by one, so that only what fails alone ends."""
+        try:
+            output = self.runner.run(chunks, self._scored)
+        except Exception:
+            logger.exception("step failed", extra=_of(self._answers[c.sequence.id] for c in chunks))
+            if len(chunks) == 1:
+                self._fail(chunks[0].sequence, "the step that computed this request failed; the log has the details")
+                return
+            for chunk in chunks:
+                if chunk.sequence.id in self._answers:  # not ended with a sibling
+                    self._compute([chunk])
+        else:
+            self._postprocess(chunks, output)
 
     def _postprocess(self, chunks: list[Chunk], output: StepOutput) -> None:
         """Take note of what was computed, then choose a token for every sequence that has its logits."""

@@ -141,6 +141,25 @@ async def test_values_that_are_not_numbers_fail_their_own_request_only(case: Cas
 
 
 @pytest.mark.asyncio
+async def test_a_request_that_breaks_its_step_ends_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = case.runner.run
+
+    def breaks(chunks, scores=()):  # type: ignore[no-untyped-def]
+        if any(chunk.sequence.prompt[-1] == 9 and len(chunk.sequence.output) == 3 for chunk in chunks):
+            raise RuntimeError("out of memory, say")
+        return run(chunks, scores)
+
+    monkeypatch.setattr(case.runner, "run", breaks)
+    async with running(new_engine(case)) as engine:
+        sick = submit(engine, case.asks[1], prompt=[5, 6, 7, 8, 9], media=[], digests=[], n=2)
+        well = [submit(engine, ask) for ask in case.asks]
+        seen = [event async for event in events(sick)]
+        assert isinstance(seen[-1], EngineFailure) and "out of memory" not in str(seen[-1])
+        for request, ask in zip(well, case.asks, strict=True):
+            assert await tokens(request) == ask.answer.tokens
+
+
+@pytest.mark.asyncio
 async def test_a_seed_gives_the_same_tokens_alone_and_in_company(case: Case) -> None:
     def sampled(engine: Engine, seed: int) -> Request:
         return submit(engine, case.asks[1], sampling=Sampling(temperature=0.9, top_p=0.95, top_k=50, seed=seed))
