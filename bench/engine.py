@@ -104,7 +104,8 @@ def bookkeeping(sequences: int, contexts: list[int], rounds: int) -> list[dict[s
             return Cost(cost - outside, 0.0)
 
         runs[str(context)] = run
-    costs = interleave(runs, rounds)
+    with watch:
+        costs = interleave(runs, rounds)
     return [
         {
             "sequences": sequences,

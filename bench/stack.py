@@ -57,6 +57,7 @@ class InstantRunner:
     """Stands in for a model that takes no time: what remains of a step is scheduling and bookkeeping."""
 
     block_size = 16
+    vocab_size = VOCAB
     groups = (LayerGroup(Kind.FULL, 64 * 260),)
 
     def __init__(self, most: int) -> None:
@@ -114,16 +115,23 @@ class Stack:
             self.engine._remove(request)
 
     def time_outside(self, watch: Stopwatch) -> None:
-        """Have ``watch`` count the model's work and the choice of tokens, which are not bookkeeping."""
+        """Have ``watch`` count the model's work, which is not bookkeeping; the choice of tokens is every engine's at once."""
         watch.wrap(self.engine.runner, "run")
-        watch.wrap(engine_module, "choose")
 
 
 class Stopwatch:
-    """Adds up the CPU seconds spent inside chosen methods."""
+    """Adds up the CPU seconds spent inside chosen methods; as a context, inside the choice of tokens too."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._choose = engine_module.choose
+
+    def __enter__(self) -> Stopwatch:
+        self.wrap(engine_module, "choose")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        engine_module.choose = self._choose
 
     def wrap(self, owner: Any, name: str) -> None:
         """Count calls of ``owner.name`` from now on; they must not call one another."""

@@ -1,0 +1,24 @@
+"""The benchmarks start: a figure that cannot be repeated is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.engine import bookkeeping
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_bookkeeping_is_measured_at_every_context() -> None:
+    rows = bookkeeping(4, [16, 64], 1)
+    assert [row["context"] for row in rows] == [16, 64] and all(row["cpu_us_per_sequence"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("module", ["bench.engine", "bench.pruning"])
+def test_help_has_examples_or_says_what_it_takes(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
