@@ -105,12 +105,12 @@ class Subject:
         )  # fmt: skip
         self.runner = ModelRunner(checkpoint, config)
         # without the prefix cache every block that is held belongs to the request
-        kv = KvCache(self.runner.groups, config.block_size, enable_prefix_caching=False)
+        kv = KvCache(self.runner.groups, self.runner.block_size, enable_prefix_caching=False)
         self.scheduler = WatchedScheduler(kv, config.max_num_batched_tokens, config.max_num_seqs)
         self.engine = Engine(self.runner, self.scheduler)
         layers, group_of = self.runner.builder.layers, self.runner.builder.group_of
         self.block_bytes = [
-            config.block_size * sum(layer.token_bytes(4) for layer in layers.values() if group_of[layer.index] == g)
+            self.runner.block_size * sum(layer.token_bytes(4) for layer in layers.values() if group_of[layer.index] == g)
             for g in range(len(self.runner.groups))
         ]
 
