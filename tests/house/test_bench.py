@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.engine import bookkeeping
+from bench.pruning import main as pruning
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,6 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_bookkeeping_is_measured_at_every_context() -> None:
     rows = bookkeeping(4, [16, 64], 1)
     assert [row["context"] for row in rows] == [16, 64] and all(row["cpu_us_per_sequence"] > 0 for row in rows)
+
+
+def test_pruning_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pruning(["--questions", "0", "--pictures", "1", "--side", "4", "--layers", "2", "--keep", "0.5"]) == 0
+    assert "| 2 | 0.5 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("module", ["bench.engine", "bench.pruning"])
