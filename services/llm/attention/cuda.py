@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from services.llm.attention.gathered import GatheredBackend
 from services.llm.attention.layers import KvLayer
-from services.llm.attention.plan import GroupPlan
+from services.llm.attention.plan import Backend, GroupPlan
 from services.llm.attention.pool import KvPool
 from services.llm.layer_groups import Kind
 
@@ -49,14 +49,11 @@ def refusal(layer: KvLayer, dtype: torch.dtype, block_size: int) -> str | None:
     return None
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """One kernel call per layer where the kernel can, the gathered path where it cannot."""
 
     def __init__(self) -> None:
         self._gathered = GatheredBackend()
-
-    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
-        return False
 
     def attend(
         self,

@@ -9,15 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from services.llm.attention.layers import KvLayer
-from services.llm.attention.plan import GroupPlan, Rows
+from services.llm.attention.plan import Backend, GroupPlan, Rows
 from services.llm.attention.pool import KvPool
 
 
-class GatheredBackend:
+class GatheredBackend(Backend):
     """SDPA over gathered keys and values."""
-
-    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
-        return False
 
     def attend(
         self,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 
 from services.llm.attention.layers import KvLayer
-from services.llm.attention.plan import GroupPlan
+from services.llm.attention.plan import Backend, GroupPlan
 from services.llm.attention.pool import KvPool
 
 
-class NaiveBackend:
+class NaiveBackend(Backend):
     """Works on any device, for every family."""
-
-    def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
-        return False
 
     def attend(
         self,

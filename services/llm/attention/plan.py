@@ -162,7 +162,7 @@ class Backend(Protocol):
 
     def stores(self, layer: KvLayer, group: GroupPlan, dtype: torch.dtype) -> bool:
         """Whether :meth:`attend` itself puts this step's keys and values into the pool."""
-        ...
+        return False
 
     def attend(
         self,
