@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     if int(os.environ.get("OMP_NUM_THREADS", "0")):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     transformers.logging.set_verbosity_error()
-    facts = host_facts()
+    facts = host_facts("bench.engine")
     print(json.dumps(facts, indent=1))
     model = make_model(options.model)
     results: dict[str, list[dict[str, Any]]] = {}

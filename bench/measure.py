@@ -47,8 +47,8 @@ def median(costs: list[Cost]) -> Cost:
     return Cost(statistics.median(c.cpu for c in costs), statistics.median(c.wall for c in costs))
 
 
-def host_facts() -> dict[str, Any]:
-    """What a reader needs to compare the figures with their own."""
+def host_facts(module: str) -> dict[str, Any]:
+    """What a reader needs to compare the figures with their own, and to repeat them with ``python -m module``."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
@@ -60,7 +60,7 @@ def host_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "threads": int(os.environ.get("OMP_NUM_THREADS", "0")),
-        "command": " ".join(["python", "-m", "bench.engine", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
 

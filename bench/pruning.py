@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import io
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from bench.measure import host_facts
 from services.llm.config import LlmConfig
 from services.llm.engine import Engine, Request
 from services.llm.events import Finished, Token
@@ -259,9 +258,8 @@ def main(argv: list[str] | None = None) -> int:
             tokens = args.side**2
             print(f"random qwen2_vl, 8 layers, {len(asked)} pictures of {tokens} tokens\n\n{table(workloads['long'])}\n")
     if args.json:
-        host = {"cpus": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "load": os.getloadavg()[0]}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"host": host, "workloads": workloads}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"host": host_facts("bench.pruning"), "workloads": workloads}, indent=1) + "\n")
     return 0
 
 
