@@ -12,6 +12,3 @@ batch_items = Histogram("triptych_encoder_batch_items", "items in a batch", buck
 held_bytes = Gauge("triptych_encoder_held_bytes", "bytes of media and embeddings held")
 refs = Gauge("triptych_encoder_refs", "refs held")
 estimate_mismatch = Counter("estimate_mismatch", "items whose rows were not those that the gateway planned")
-decode_workers = Gauge("triptych_encoder_decode_workers", "workers that can decode")
-decode_worker_restarts = Counter("triptych_encoder_decode_worker_restarts", "workers that were replaced")
-decode_refusals = Counter("triptych_encoder_decode_refusals", "files that were not decoded", ["reason"])

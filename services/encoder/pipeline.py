@@ -16,9 +16,9 @@ import grpc
 
 from services.common import logs
 from services.common.errors import ServiceError
+from services.decoding.specs import Decoded
 from services.encoder import metrics
 from services.encoder.batcher import Batcher
-from services.encoder.decoding.specs import Decoded
 from services.encoder.features import Features
 from services.encoder.preprocess import Prepared
 from services.encoder.store import Done, Entry, Header, Store

@@ -14,11 +14,11 @@ from PIL import Image
 from services.common import logs
 from services.common.errors import invalid
 from services.common.server import Readiness
+from services.decoding.pool import DecodePool
+from services.decoding.process import Limits
+from services.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
 from services.encoder.batcher import Batcher
 from services.encoder.config import EncoderConfig
-from services.encoder.decoding.pool import DecodePool
-from services.encoder.decoding.process import Limits
-from services.encoder.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import Decoded as Medium
 from services.encoder.preprocess import Prepared, Preprocessor

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from PIL import ExifTags, Image
 
 from services.common.errors import invalid
-from services.models.image_files import ACCEPTED, FORMATS
+from services.decoding.image_files import ACCEPTED, FORMATS
 
 # JPEG includes MPO; an animation counts as its first frame.
 _PNG = b"\x89PNG\r\n\x1a\n"

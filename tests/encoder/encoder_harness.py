@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
-import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import torch
 from PIL import Image
 
@@ -26,33 +23,9 @@ from services.encoder.service import EncoderService
 from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Modality
 from services.models.wire import from_chunk
+from tests.media_files import file_bytes
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Smooth colours with some noise, different for every seed."""
-    random = np.random.default_rng(seed)
-    y, x = np.mgrid[0:height, 0:width]
-    waves = [128 + 100 * np.sin(x / random.uniform(3, 30) + y / random.uniform(3, 30)) for _ in range(3)]
-    pixels = np.stack(waves, axis=-1) + random.normal(0, 8, (height, width, 3))
-    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-
-
-def file_bytes(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, format=format, **options)
-    return out.getvalue()
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that says it is this large and holds no pixels."""
-
-    def chunk(tag: bytes, body: bytes) -> bytes:
-        return len(body).to_bytes(4, "big") + tag + body + zlib.crc32(tag + body).to_bytes(4, "big")
-
-    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 def image_preprocessor(checkpoint: Checkpoint) -> Callable[[Image.Image], Prepared]:

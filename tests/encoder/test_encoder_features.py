@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_harness import image_preprocessor, picture
+from encoder_harness import image_preprocessor
 from PIL import Image
 
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
 from services.models.hf import transformers
+from tests.media_files import picture
 
 SIZES = [(64, 64), (57, 201), (300, 31), (1, 1), (2, 150), (640, 480), (333, 333)]
 CLOSE = 1e-5

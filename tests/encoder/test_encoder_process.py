@@ -13,10 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from encoder_harness import file_bytes, picture
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.models.checkpoint import open_checkpoint
+from tests.media_files import file_bytes, picture
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
@@ -94,7 +94,7 @@ def workers_of(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found += [int(entry.name)] * (b"services.encoder.decoding.worker" in (entry / "cmdline").read_bytes())
+                found += [int(entry.name)] * (b"services.decoding.worker" in (entry / "cmdline").read_bytes())
     return found
 
 

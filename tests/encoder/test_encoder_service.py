@@ -12,13 +12,14 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from encoder_harness import Client, error_of, file_bytes, image_preprocessor, picture, png_header, running
+from encoder_harness import Client, error_of, image_preprocessor, running
 from prometheus_client import REGISTRY
 
 from services.encoder.batcher import Batcher
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
 from services.models.media import Picture
+from tests.media_files import file_bytes, picture, png_header
 from triptych.common.v1 import media_pb2, tensor_pb2
 
 pytestmark = pytest.mark.asyncio

@@ -15,8 +15,9 @@ ARROWS = {
     "triptych": set(),
     "services.common": {"triptych"},
     "services.models": {"triptych"},
-    "services.gateway": {"triptych", "services.common", "services.models"},
-    "services.encoder": {"triptych", "services.common", "services.models"},
+    "services.decoding": {"services.common"},
+    "services.gateway": {"triptych", "services.common", "services.decoding", "services.models"},
+    "services.encoder": {"triptych", "services.common", "services.decoding", "services.models"},
     "services.llm": {"triptych", "services.common", "services.models"},
 }
 HEAVY = {"torch", "torchvision", "transformers"}
@@ -85,6 +86,7 @@ def test_the_engine_s_core_is_pure(name: str) -> None:
         "import services.gateway.service",
         "import services.models.layout, services.models.checkpoint",
         "import services.common.server",
+        "import services.decoding.pool, services.decoding.worker",
     ],
 )
 def test_torch_is_never_loaded(statement: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,19 @@ class RunningStack:
             stream = gateway_pb2_grpc.ChatServiceStub(channel).Chat(request, timeout=120)
             responses = [response async for response in stream]
         return [t for r in responses for t in r.delta.token_ids], responses
+
+    @asynccontextmanager
+    async def answering(self, request: gateway_pb2.ChatRequest) -> AsyncIterator[None]:
+        """While the block runs an answer goes on: it has begun before the block, and is cancelled after it."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stream = gateway_pb2_grpc.ChatServiceStub(channel).Chat(request, timeout=120)
+            async for response in stream:
+                if response.HasField("delta"):
+                    break
+            try:
+                yield
+            finally:
+                stream.cancel()
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 import triptych
-from services.encoder.decoding.images import decode_image
-from services.encoder.decoding.specs import ImageSpec
+from services.decoding.images import decode_image
+from services.decoding.specs import ImageSpec
 from services.gateway.probe import probe_image
 from tests.stack.conftest import RunningStack
 

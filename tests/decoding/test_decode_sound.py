@@ -8,11 +8,11 @@ import wave
 import numpy as np
 import pytest
 import soxr
-from decoding_files import recording, tone
 
-from services.encoder.decoding.refusals import Refused
-from services.encoder.decoding.sound import decode_sound
-from services.encoder.decoding.specs import SoundSpec
+from services.decoding.refusals import Refused
+from services.decoding.sound import decode_sound
+from services.decoding.specs import SoundSpec
+from tests.media_files import recording, tone
 
 SECONDS = 16000
 

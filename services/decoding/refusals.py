@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.models.image_files import ACCEPTED as PICTURES
+from services.decoding.image_files import ACCEPTED as PICTURES
 
 SOUNDS = "WAV, MP3, M4A, AAC, FLAC, OGG, Opus and WebM"
 VIDEOS = "MP4, MOV, WebM, MKV and AVI with H.264, HEVC, VP8, VP9, AV1, MPEG-4 or MJPEG"

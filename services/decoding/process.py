@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 import services
-from services.encoder.decoding import wire
-from services.encoder.decoding.refusals import TEXTS, Refused
-from services.encoder.decoding.specs import Decoded, Facts, ImageSpec, Spec, VideoSpec, to_header
+from services.decoding import wire
+from services.decoding.refusals import TEXTS, Refused
+from services.decoding.specs import Decoded, Facts, ImageSpec, Spec, VideoSpec, to_header
 
 START_SECONDS = 60.0
 _GRACE_SECONDS = 1.0  # for the worker's own timer, which fires first
@@ -75,7 +75,7 @@ class Worker:
         environment |= dict.fromkeys(_THREADS, "1")
         with theirs, _closed_on_error(self._socket):
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.encoder.decoding.worker", settings],
+                [sys.executable, "-m", "services.decoding.worker", settings],
                 cwd="/", env=environment, pass_fds=(theirs.fileno(),), process_group=0,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from services.encoder.decoding import sandbox
+from services.decoding import sandbox
 
 TRIES = """
 import json, os, socket, sys
-from services.encoder.decoding import sandbox
+from services.decoding import sandbox
 outcomes = {"filtered": sandbox.forbid()}
 folder = sys.argv[1]
 for name, attempt in {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decoding_files import coded, level, sideways, video, white_corner
 
-from services.encoder.decoding.refusals import Refused
-from services.encoder.decoding.specs import Facts, VideoSpec
-from services.encoder.decoding.video import decode_video
+from services.decoding.refusals import Refused
+from services.decoding.specs import Facts, VideoSpec
+from services.decoding.video import decode_video
+from tests.media_files import coded, level, sideways, video, white_corner
 
 FORMATS = [
     ("mp4", "h264"),

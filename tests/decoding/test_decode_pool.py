@@ -21,15 +21,14 @@ import grpc
 import numpy as np
 import pytest
 import uvloop
-from decoding_files import CASES, DATA, level, recording, tone, video
-from encoder_harness import file_bytes, picture, png_header
 
 from services.common.errors import ServiceError
-from services.encoder.decoding import process
-from services.encoder.decoding.pool import DecodePool
-from services.encoder.decoding.process import Limits, Worker
-from services.encoder.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
+from services.decoding import process
+from services.decoding.pool import DecodePool
+from services.decoding.process import Limits, Worker
+from services.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
 from services.gateway.probe import probe_image
+from tests.media_files import CASES, DATA, file_bytes, level, picture, png_header, recording, tone, video
 
 FIELD = "messages[0].parts[1]"
 MAX_PIXELS = 50_000_000
@@ -235,7 +234,7 @@ def test_memory_and_time_are_bounded_and_the_next_item_is_decoded() -> None:
 FAKE = """
 import json, os, signal, socket, struct, sys, time
 sys.path.insert(0, sys.argv[1])
-from services.encoder.decoding import wire
+from services.decoding import wire
 sock = socket.socket(fileno=json.loads(sys.argv[2])[0])
 def say(text):
     sock.sendall(struct.pack("<II", len(text), 0) + text)
@@ -409,8 +408,8 @@ def test_stopping_in_the_middle_ends_every_worker() -> None:
 
 OWNER = """
 import asyncio, sys
-from services.encoder.decoding.pool import DecodePool
-from services.encoder.decoding.process import Limits
+from services.decoding.pool import DecodePool
+from services.decoding.process import Limits
 async def main():
     pool = DecodePool(2, Limits(2**28, 10.0, 40.0), 8)
     await pool.start()

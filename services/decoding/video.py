@@ -11,9 +11,9 @@ import av
 import numpy as np
 from av.container import InputContainer
 
-from services.encoder.decoding.containers import VIDEO_CODECS, decoded, opened, packets
-from services.encoder.decoding.refusals import Refused
-from services.encoder.decoding.specs import Allocate, Array, Facts, VideoSpec
+from services.decoding.containers import VIDEO_CODECS, decoded, opened, packets
+from services.decoding.refusals import Refused
+from services.decoding.specs import Allocate, Array, Facts, VideoSpec
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from encoder_harness import file_bytes, picture, png_header
 from PIL import Image, ImageOps
 
-from services.encoder.decoding.images import decode_image
-from services.encoder.decoding.refusals import Refused
-from services.encoder.decoding.specs import ImageSpec
+from services.decoding.images import decode_image
+from services.decoding.refusals import Refused
+from services.decoding.specs import ImageSpec
+from tests.media_files import file_bytes, picture, png_header
 
 MAX_PIXELS = 1_000_000
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow, about the damage done here

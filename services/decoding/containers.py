@@ -13,7 +13,7 @@ from typing import Any
 import av
 from av.container import InputContainer
 
-from services.encoder.decoding.refusals import Refused
+from services.decoding.refusals import Refused
 
 _PCM = ("s16le", "s24le", "s32le", "u8", "f32le", "f64le", "alaw", "mulaw", "s16be", "s24be")
 SOUND_CODECS = frozenset({"mp3", "aac", "flac", "alac", "opus", "vorbis", *(f"pcm_{form}" for form in _PCM)})

@@ -10,9 +10,9 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image
 
-from services.encoder.decoding.refusals import Refused
-from services.encoder.decoding.specs import Allocate, Array, Facts, ImageSpec
-from services.models.image_files import FORMATS
+from services.decoding.image_files import FORMATS
+from services.decoding.refusals import Refused
+from services.decoding.specs import Allocate, Array, Facts, ImageSpec
 
 _TURNS: dict[int, Callable[[Array], Array]] = {  # of [height, width, 3]
     2: lambda pixels: pixels[:, ::-1],

@@ -11,10 +11,10 @@ import grpc
 
 from services.common import logs
 from services.common.errors import ServiceError, invalid, unavailable
-from services.encoder import metrics
-from services.encoder.decoding.process import Limits, Worker, WorkerFailed, WorkerLost
-from services.encoder.decoding.refusals import TEXTS, Refused
-from services.encoder.decoding.specs import Decoded, Spec
+from services.decoding import metrics
+from services.decoding.process import Limits, Worker, WorkerFailed, WorkerLost
+from services.decoding.refusals import TEXTS, Refused
+from services.decoding.specs import Decoded, Spec
 
 logger = logging.getLogger(__name__)
 _RETRY_SECONDS = (0.1, 5.0)  # between attempts to start a worker, first and longest
@@ -76,7 +76,7 @@ class DecodePool:
         await asyncio.gather(*self._tasks, *self._closing, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._workers))
         self._workers.clear()
-        metrics.decode_workers.set(0)
+        metrics.workers.set(0)
 
     async def decode(self, data: bytes, spec: Spec, field: str) -> Decoded:
         """Decode a file. Who stops waiting does not stop the worker: it finishes, within its limits, for nobody.
@@ -91,11 +91,11 @@ class DecodePool:
                 UNAVAILABLE, try again.
         """
         if self._stopped:
-            raise unavailable("the encoder is going down; try again")
+            raise unavailable("the service is going down; try again")
         if self._waiting >= self._max_waiting:
             text = f"{self._waiting} files wait to be decoded, which is the limit; try again later"
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            raise ServiceError(code, text, reason="ENCODER_FULL", metadata={"limit": self._max_waiting}, retry_delay=1.0)
+            raise ServiceError(code, text, reason="DECODERS_BUSY", metadata={"limit": self._max_waiting}, retry_delay=1.0)
         return await asyncio.shield(self._task(self._decode(await self._take(), data, spec, field)))
 
     async def _decode(self, worker: Worker, data: bytes, spec: Spec, field: str) -> Decoded:
@@ -114,7 +114,7 @@ class DecodePool:
             raise self._error(refused, spec, field) from None
         except WorkerFailed as failed:
             logs.event(logger, "decoder failed", logging.ERROR, kind=spec.word, worker_traceback=str(failed))
-            text = f"internal error; the encoder's log has the details under request id {logs.request_id.get()}"
+            text = f"internal error; the service's log has the details under request id {logs.request_id.get()}"
             raise ServiceError(grpc.StatusCode.INTERNAL, text, field=field) from None
 
     async def _ask(self, worker: Worker, data: bytes, spec: Spec) -> Decoded:
@@ -146,7 +146,7 @@ class DecodePool:
             text = TEXTS[refused.code].format(word=spec.word, **figures)
         except (KeyError, IndexError):  # a worker that is no longer ours leaves figures out
             text = f"the {spec.word} cannot be decoded"
-        metrics.decode_refusals.labels(refused.code).inc()
+        metrics.refusals.labels(refused.code).inc()
         shown = {name: figures[name] for name in ("limit", "requested") if name in figures}
         return invalid(field, text, reason=refused.code, **shown)
 
@@ -169,12 +169,12 @@ class DecodePool:
         worker.alive = False
         worker.unwatch()
         self._workers.discard(worker)
-        metrics.decode_workers.set(self.alive)
+        metrics.workers.set(self.alive)
         if self._stopped:
             self._workers.add(worker)  # stop() ends it
             return
         self.restarts += 1
-        metrics.decode_worker_restarts.inc()
+        metrics.restarts.inc()
         logs.event(logger, "decode worker replaced", logging.WARNING, why=why, worker_pid=worker.pid)
         self._task(self._start_again())
         closing = asyncio.create_task(worker.close())
@@ -199,7 +199,7 @@ class DecodePool:
             await asyncio.shield(worker.close())
             raise
         self._workers.add(worker)
-        metrics.decode_workers.set(self.alive)
+        metrics.workers.set(self.alive)
         self._give_back(worker)
 
     def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import soxr
 
-from services.encoder.decoding.containers import SOUND_CODECS, decoded, opened
-from services.encoder.decoding.refusals import Refused
-from services.encoder.decoding.specs import Allocate, Array, Facts, SoundSpec
+from services.decoding.containers import SOUND_CODECS, decoded, opened
+from services.decoding.refusals import Refused
+from services.decoding.specs import Allocate, Array, Facts, SoundSpec
 
 RATES = (4_000, 192_000)  # samples a second, least and most
 MOST_CHANNELS = 8

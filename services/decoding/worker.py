@@ -1,4 +1,4 @@
-"""``python -m services.encoder.decoding.worker``: decodes one file after the other for the service that started it.
+"""``python -m services.decoding.worker``: decodes one file after the other for the service that started it.
 
 Limits are the kernel's, so that native code that hangs or runs wild ends here: what hits one dies, and the service starts
 another worker. Whatever happens to this process, it ends with the service.
@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from services.encoder.decoding import sandbox, wire
-from services.encoder.decoding.images import decode_image
-from services.encoder.decoding.refusals import Refused
-from services.encoder.decoding.sound import decode_sound
-from services.encoder.decoding.specs import Array, Facts, from_header
-from services.encoder.decoding.video import decode_video
+from services.decoding import sandbox, wire
+from services.decoding.images import decode_image
+from services.decoding.refusals import Refused
+from services.decoding.sound import decode_sound
+from services.decoding.specs import Array, Facts, from_header
+from services.decoding.video import decode_video
 
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 64

@@ -1,9 +1,10 @@
-"""Recordings and videos for the decoders, and odd files with what must come of them."""
+"""Pictures, recordings and videos as files, and odd files with what must come of them."""
 
 from __future__ import annotations
 
 import io
 import json
+import zlib
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import av
 import numpy as np
+from PIL import Image
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 CASES: list[dict[str, Any]] = json.loads((DATA / "decoding.json").read_text())
 
 
@@ -97,3 +99,28 @@ def coded(data: bytes) -> list[tuple[int, int]]:
     """Where each coded frame of an MP4 starts, and its bytes."""
     with av.open(io.BytesIO(data)) as file:
         return [(packet.pos, packet.size) for packet in file.demux(video=0) if packet.size]
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth colours with some noise, different for every seed."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [128 + 100 * np.sin(x / random.uniform(3, 30) + y / random.uniform(3, 30)) for _ in range(3)]
+    pixels = np.stack(waves, axis=-1) + random.normal(0, 8, (height, width, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def file_bytes(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format=format, **options)
+    return out.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that says it is this large and holds no pixels."""
+
+    def chunk(tag: bytes, body: bytes) -> bytes:
+        return len(body).to_bytes(4, "big") + tag + body + zlib.crc32(tag + body).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
