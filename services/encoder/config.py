@@ -25,6 +25,8 @@ class EncoderConfig(ServiceConfig):
     max_num_batched_patches: int = option(16384, "patches that go through the towers in one batch")
     max_pending_items: int = option(256, "items accepted and not yet encoded; more are refused")
     max_held_bytes: int = option(4 * 1024**3, "media and embeddings held; more media are refused")
+    embedding_cache_bytes: int = option(1024**3, "embeddings kept that nobody holds, until there is no room; part of those held")
+    shared_memory: str = option("auto", "whether language models on this host read embeddings where they lie", ["auto", "off"])
     max_item_bytes: int = option(20 * 1024**2, "largest file of one item")
     max_pixels: int = option(50_000_000, "largest picture, read from its header before it is decoded")
     max_audio_seconds: float = option(600.0, "longest recording, as much of it as the model hears")
@@ -36,6 +38,8 @@ class EncoderConfig(ServiceConfig):
         super().__post_init__()
         if self.threads < 0:
             raise ValueError(f"--threads must not be negative, got {self.threads}")
+        if self.embedding_cache_bytes < 0:
+            raise ValueError(f"--embedding-cache-bytes must not be negative, got {self.embedding_cache_bytes}")
         for name in (
             "decode_workers",
             "decode_memory_bytes",

@@ -65,11 +65,15 @@ class Pipeline:
         self._places = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, "preprocess")
 
-    def submit(self, planned: Planned, data: bytes) -> str:
-        """Start on an item and return its ref at once; the media is let go of as soon as it is decoded."""
-        entry = self._store.add(len(data))
-        entry.work = asyncio.create_task(self._run(entry, planned, data), name=f"encode {entry.ref_id}")
-        return entry.ref_id
+    def submit(self, key: bytes, planned: Planned, data: bytes) -> str:
+        """A ref to the item that ``key`` names; work on it starts where it is not there or under way.
+
+        The media is let go of as soon as it is decoded.
+        """
+        ref = self._store.claim(key, len(data))
+        if not ref.found:
+            ref.entry.work = asyncio.create_task(self._run(ref.entry, planned, data), name=f"encode {ref.ref_id}")
+        return ref.ref_id
 
     async def stop(self) -> None:
         """Drop all items and end the threads."""

@@ -49,7 +49,8 @@ class EncoderService:
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
         self._checkpoint = open_checkpoint(config.model)
-        self._store = Store(config.lease_seconds)
+        shared = config.shared_memory == "auto"
+        self._store = Store(config.lease_seconds, config.embedding_cache_bytes, shared=shared)
         self._servicer = EncoderServicer(self._checkpoint, config, self._store)
         limits = Limits(config.decode_memory_bytes, config.decode_seconds, _WALL * config.decode_seconds)
         self._pool = DecodePool(config.decode_workers, limits, config.max_pending_items)

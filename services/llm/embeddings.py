@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,12 +15,16 @@ from typing import Any
 import grpc
 import torch
 
+from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
 from services.common.errors import ServiceError, invalid
-from services.models.wire import from_chunk
+from services.common.shared_memory import Address, NotShared, open_block, this_place
+from services.models.rows import block_bytes, split_block
+from services.models.wire import from_chunk, torch_dtype
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
+logger = logging.getLogger(__name__)
 OnRows = Callable[[int, int, torch.Tensor], None]
 _IDLE_CHANNELS = 16  # kept; encoders come and go, each at an address of its own
 _TRIES = 3  # streams per encoder; each resumes at the first row that has not arrived
@@ -31,12 +37,14 @@ class RemoteItem:
     Attributes:
         spans: the prompt's runs that its rows are for, as (span, rows), in the order of the rows.
         arrived: rows that are here, by feature.
+        shared: its features in the encoder's memory, where they are read there.
     """
 
     ref_id: str
     encoder_address: str
     spans: list[tuple[int, int]]
     arrived: list[int]
+    shared: list[torch.Tensor] | None = None
     done: bool = False
     preprocess_seconds: float = 0.0
     encode_seconds: float = 0.0
@@ -74,11 +82,14 @@ class RowFetcher:
 
     Attributes:
         features: matrices of rows that every item has, all of width ``hidden_size``.
+        max_chunk_bytes: most bytes of rows in a message.
     """
 
     model_fingerprint: str
     hidden_size: int
     features: int = 1
+    max_chunk_bytes: int = 1024**2
+    _apart: set[str] = field(default_factory=set)  # addresses of encoders whose memory cannot be opened
     _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict)  # the least recently used first
     _users: Counter[str] = field(default_factory=Counter)
 
@@ -125,13 +136,22 @@ class RowFetcher:
 
     async def _stream(self, stub: Any, request_id: str, items: list[RemoteItem], on_rows: OnRows) -> None:
         """Every row of one encoder's items, on as few streams as it takes."""
+        address = items[0].encoder_address
         for attempt in range(1, _TRIES + 1):
             left = [item for item in items if not item.done]
             wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=min(item.arrived)) for item in left]
-            request = encoder_pb2.FetchRequest(request_id=request_id, items=wanted)
+            place = "" if address in self._apart else this_place()
+            call = stub.Fetch(
+                encoder_pb2.FetchRequest(request_id=request_id, items=wanted, place=place), metadata=outgoing_metadata()
+            )
             try:
-                async for response in stub.Fetch(request, metadata=outgoing_metadata()):
+                async for response in call:
                     self._take(left[response.item], response, on_rows)
+            except NotShared as error:
+                logs.event(logger, "encoder's memory cannot be opened, rows are sent", encoder=address, cause=str(error))
+                self._apart.add(address)
+                call.cancel()
+                continue
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE or attempt == _TRIES:
                     raise ServiceError.from_rpc(error, "encoder") from error
@@ -144,14 +164,21 @@ class RowFetcher:
         match response.WhichOneof("event"):
             case "header":
                 self._check_header(item, response.header)
+                item.shared = map_rows(response.header) if response.header.HasField("shared_memory") else None
             case "chunk":
                 rows = self._rows(item, response.chunk)
                 for span, part in item.take(response.chunk.feature, rows):
                     on_rows(span, response.chunk.feature, part)
+            case "ready":
+                if item.shared is None or not max(item.arrived) <= response.ready.rows <= item.rows:
+                    raise _mismatch(f"{response.ready.rows} of {item.rows} rows are ready, {max(item.arrived)} were")
+                for feature, matrix in enumerate(item.shared):
+                    for span, part in item.take(feature, matrix[item.arrived[feature] : response.ready.rows]):
+                        on_rows(span, feature, part)
             case "done":
                 if any(arrived != item.rows for arrived in item.arrived):
                     raise _mismatch(f"the encoder sent {min(item.arrived)} rows of {item.rows}")
-                item.done = True
+                item.done, item.shared = True, None
                 item.preprocess_seconds, item.encode_seconds = response.done.preprocess_seconds, response.done.encode_seconds
             case "error":
                 raise ServiceError.from_proto(response.error)
@@ -186,6 +213,30 @@ class RowFetcher:
             )
         rows = rows[arrived - offset :]  # a resumed stream starts at the feature that is furthest behind
         return rows
+
+
+def map_rows(header: encoder_pb2.ItemHeader) -> list[torch.Tensor]:
+    """An item's features where they lie in the encoder's memory, each [rows, hidden]; they stay as long as a view of them does.
+
+    Raises:
+        NotShared: they cannot be opened from here.
+    """
+    try:
+        features = [(feature.hidden_size, torch_dtype(feature.dtype)) for feature in header.features]
+    except ValueError as error:
+        raise _mismatch(str(error)) from None
+    at = header.shared_memory
+    if at.bytes != block_bytes(header.rows, features):
+        raise _mismatch(f"the encoder's memory has {at.bytes} bytes for {header.rows} rows")
+    descriptor = open_block(Address(at.pid, at.descriptor, at.inode, at.bytes))
+    try:
+        # not shared: what is written here would stay here
+        block = torch.from_file(f"/proc/self/fd/{descriptor}", shared=False, size=at.bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise NotShared(str(error)) from None
+    finally:
+        os.close(descriptor)
+    return split_block(block, header.rows, features)
 
 
 def remote_items(spans: Sequence[media_pb2.Span], features: int) -> list[RemoteItem]:

@@ -68,9 +68,10 @@ class Client:
         response = await self.stub.Encode(encoder_pb2.EncodeRequest(**(request | changes)))
         return response.ref_id
 
-    async def encode_picture(self, image: Image.Image) -> str:
+    async def encode_picture(self, image: Image.Image, **changes: Any) -> str:
         plan = self.checkpoint.plan_image(*image.size)
-        return await self.encode(file_bytes(image), plan.rows, media_pb2.Grid(t=plan.grid.t, h=plan.grid.h, w=plan.grid.w))
+        grid = media_pb2.Grid(t=plan.grid.t, h=plan.grid.h, w=plan.grid.w)
+        return await self.encode(file_bytes(image), plan.rows, grid, **changes)
 
     async def fetch(self, *refs: str | tuple[str, int], **options: Any) -> list[Fetched]:
         items = [ref if isinstance(ref, tuple) else (ref, 0) for ref in refs]
