@@ -15,3 +15,4 @@ cache_lookups = Counter("triptych_encoder_cache_lookups", "items asked for, by w
 cache_evictions = Counter("triptych_encoder_cache_evictions", "embeddings that went to make room")
 refs = Gauge("triptych_encoder_refs", "refs held")
 estimate_mismatch = Counter("estimate_mismatch", "items whose rows were not those that the gateway planned")
+fleet_cache_lookups = Counter("triptych_encoder_fleet_cache_lookups", "items looked up in the fleet's cache", ["result"])

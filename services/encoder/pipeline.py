@@ -20,6 +20,7 @@ from services.decoding.specs import Decoded
 from services.encoder import metrics
 from services.encoder.batcher import Batcher
 from services.encoder.features import Features
+from services.encoder.fleet_cache import FleetCache, Stored
 from services.encoder.preprocess import Prepared
 from services.encoder.store import Done, Entry, Header, Store
 from services.models.media import Grid, ItemPlan
@@ -55,9 +56,19 @@ class Pipeline:
         decode: the file's pixels or samples.
         preprocess: makes the towers' inputs of them; called in threads.
         at_once: items decoded and preprocessed at the same time.
+        fleet: rows that other encoders made, if they share them.
     """
 
-    def __init__(self, store: Store, batcher: Batcher, decode: Decode, preprocess: Preprocess, at_once: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        batcher: Batcher,
+        decode: Decode,
+        preprocess: Preprocess,
+        at_once: int,
+        fleet: FleetCache | None = None,
+    ) -> None:
+        self._fleet = fleet
         self._store = store
         self._batcher = batcher
         self._decode = decode
@@ -72,13 +83,28 @@ class Pipeline:
         """
         ref = self._store.claim(key, len(data))
         if not ref.found:
-            ref.entry.work = asyncio.create_task(self._run(ref.entry, planned, data), name=f"encode {ref.ref_id}")
+            ref.entry.work = asyncio.create_task(self._fill(ref.entry, planned, data), name=f"encode {ref.ref_id}")
         return ref.ref_id
+
+    async def _fill(self, entry: Entry, planned: Planned, data: bytes) -> None:
+        """Rows from the fleet's cache where they are there, else from the towers."""
+        stored = await self._fleet.get(entry.key) if self._fleet else None
+        if stored is not None and (stored.header.rows, stored.header.grid) == (planned.plan.rows, planned.plan.grid):
+            self._store.open(entry, stored.header)
+            self._store.append(entry, [*stored.features])
+            self._store.finish(entry, Done(0.0, 0.0))
+            metrics.items.labels("found").inc()
+            return
+        await self._run(entry, planned, data)
+        if self._fleet and entry.done and entry.header and entry.rows:
+            await self._fleet.put(entry.key, Stored(entry.header, entry.rows.features))
 
     async def stop(self) -> None:
         """Drop all items and end the threads."""
         self._store.clear()
         await self._batcher.stop()
+        if self._fleet:
+            await self._fleet.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def _run(self, entry: Entry, planned: Planned, data: bytes) -> None:

@@ -20,7 +20,7 @@ from services.encoder.reader import Chunk, Event, Ready, Shared, read
 from services.encoder.store import Done, Header, Store
 from services.models.checkpoint import Checkpoint
 from services.models.media import Grid, ItemPlan, Modality
-from services.models.wire import to_chunk, wire_dtype
+from services.models.wire import put_chunk, wire_dtype
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
@@ -133,7 +133,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                 )
             case Chunk():
                 response.chunk.feature = event.feature
-                response.chunk.rows.CopyFrom(to_chunk(event.rows, event.start, event.total))
+                put_chunk(response.chunk.rows, event.rows, event.start, event.total)
             case Ready():
                 response.ready.rows = event.rows
             case Done():

@@ -19,13 +19,14 @@ class Towers:
     Attributes:
         model: the half, in eval mode.
         parameter_bytes: bytes of its parameters.
+        dtype: element type of weights and embeddings.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, device: str) -> None:
         self._device = torch.device(choose_device(device))
         self._schemes = schemes_of(checkpoint.family.model_type)
-        self._dtype = choose_dtype(dtype, checkpoint, self._device.type)
-        self.model = load_half(checkpoint, "encoder", self._dtype, str(self._device))
+        self.dtype = choose_dtype(dtype, checkpoint, self._device.type)
+        self.model = load_half(checkpoint, "encoder", self.dtype, str(self._device))
         self.parameter_bytes = parameter_bytes(self.model)
 
     @torch.inference_mode()
@@ -35,7 +36,7 @@ class Towers:
         for modality in sorted({item.modality for item in batch}):
             indices = [index for index, item in enumerate(batch) if item.modality is modality]
             inputs = [batch[index].inputs for index in indices]
-            encoded = encode_items(self._schemes[modality], self.model.base_model, inputs, self._dtype, self._device)
+            encoded = encode_items(self._schemes[modality], self.model.base_model, inputs, self.dtype, self._device)
             features |= zip(indices, encoded, strict=True)
         # a view would keep the whole batch alive for as long as one of its items is held
         return [[rows.to("cpu", copy=True).contiguous() for rows in features[index]] for index in range(len(batch))]

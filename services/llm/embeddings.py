@@ -141,9 +141,10 @@ class RowFetcher:
             left = [item for item in items if not item.done]
             wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=min(item.arrived)) for item in left]
             place = "" if address in self._apart else this_place()
-            call = stub.Fetch(
-                encoder_pb2.FetchRequest(request_id=request_id, items=wanted, place=place), metadata=outgoing_metadata()
+            request = encoder_pb2.FetchRequest(
+                request_id=request_id, items=wanted, max_chunk_bytes=self.max_chunk_bytes, place=place
             )
+            call = stub.Fetch(request, metadata=outgoing_metadata())
             try:
                 async for response in call:
                     self._take(left[response.item], response, on_rows)

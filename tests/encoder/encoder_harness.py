@@ -141,7 +141,7 @@ async def running(model: Path | str, **options: Any) -> AsyncIterator[Client]:
     channel = open_channel(f"127.0.0.1:{port}")
     try:
         yield Client(service, channel, config)
-        service._store.check_integrity()
+        service.store.check_integrity()
     finally:
         await channel.close()
         await server.stop(0)

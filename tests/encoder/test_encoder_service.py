@@ -31,7 +31,7 @@ Dirs = Callable[[str], Path]
 @contextmanager
 def gate(client: Client) -> Iterator[threading.Event]:
     """Holds every batch before the towers until the event is set, at the latest at the end."""
-    pipeline = client.service._servicer.pipeline
+    pipeline = client.service.servicer.pipeline
     assert pipeline is not None
     event, batcher = threading.Event(), pipeline._batcher
     encode = batcher._encode
@@ -245,7 +245,7 @@ async def test_a_hundred_requests_with_one_picture_encode_it_once(checkpoint_dir
 
 async def test_a_reader_that_takes_nothing_costs_nothing_after_its_lease(checkpoint_dir: Dirs) -> None:
     async with running(checkpoint_dir("qwen2_vl"), lease_seconds=1.0) as client:
-        start, store, rows = await client.load(), client.service._store, 20_000
+        start, store, rows = await client.load(), client.service.store, 20_000
         ref = store.claim(b"larger than the buffers between the two ends", 0)
         store.open(ref.entry, Header(rows, Grid(1, 1, rows), ((1024, torch.float32),)))
         store.append(ref.entry, [torch.zeros(rows, 1024)])
