@@ -111,7 +111,10 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
         def on_rows(span: int, feature: int, rows: torch.Tensor) -> None:
             self.engine.write_rows(running, span, feature, rows)
 
-        return await self.fetcher.fetch(request.request_id, items, on_rows, timeout)
+        def on_kept(span: int, kept: torch.Tensor) -> None:
+            self.engine.keep_rows(running, span, kept)
+
+        return await self.fetcher.fetch(request.request_id, items, on_rows, timeout, on_kept)
 
     async def _responses(
         self, request: Request, fetching: asyncio.Task[FetchTimes] | None

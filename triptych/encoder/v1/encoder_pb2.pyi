@@ -40,6 +40,7 @@ class EncodeRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     MASKED_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    WHOLE_ROWS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, for logs."""
     modality: _media_pb2.Modality.ValueType
@@ -62,6 +63,10 @@ class EncodeRequest(_message.Message):
     """Image: whether some picture of the request is padded, in families whose towers then see all of them otherwise (Phi-4)."""
     cache_salt: _builtins.str
     """Separates tenants: embeddings are only found again by requests with the same salt."""
+    whole_rows: _builtins.int
+    """Video: rows before pruning. Where it is more than expected_rows, those of patches that change least from frame to frame are
+    dropped until expected_rows are left (EVS).
+    """
     @_builtins.property
     def expected_grid(self) -> _media_pb2.Grid:
         """Grid that the gateway planned."""
@@ -90,10 +95,11 @@ class EncodeRequest(_message.Message):
         samples: _builtins.int = ...,
         masked: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        whole_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_grid", b"expected_grid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "frames", b"frames", "masked", b"masked", "modality", b"modality", "patches", b"patches", "request_id", b"request_id", "samples", b"samples", "tiles", b"tiles", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "frames", b"frames", "masked", b"masked", "modality", b"modality", "patches", b"patches", "request_id", b"request_id", "samples", b"samples", "tiles", b"tiles", "times", b"times", "whole_rows", b"whole_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,6 +258,7 @@ class ItemHeader(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    KEPT_ROWS_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Rows of each feature."""
     model_fingerprint: _builtins.str
@@ -268,6 +275,10 @@ class ItemHeader(_message.Message):
     def shared_memory(self) -> Global___SharedMemory:
         """Where the rows lie. The features lie one behind the other, each from a multiple of 64 bytes on."""
 
+    @_builtins.property
+    def kept_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a pruned item, which of its whole rows are left, ascending; empty where nothing was pruned."""
+
     def __init__(
         self,
         *,
@@ -276,10 +287,11 @@ class ItemHeader(_message.Message):
         features: _abc.Iterable[Global___Feature] | None = ...,
         model_fingerprint: _builtins.str = ...,
         shared_memory: Global___SharedMemory | None = ...,
+        kept_rows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "grid", b"grid", "model_fingerprint", b"model_fingerprint", "rows", b"rows", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "grid", b"grid", "kept_rows", b"kept_rows", "model_fingerprint", b"model_fingerprint", "rows", b"rows", "shared_memory", b"shared_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
