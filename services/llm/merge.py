@@ -181,7 +181,7 @@ class Merger:
         return self.decoder.get_per_layer_inputs(ids[None], None)[0] if self.per_layer else None
 
     def _positions(self, ids: torch.Tensor, media: Sequence[MediaRun]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """M-RoPE positions ``[3, prompt]``, and ``[3, whole_rows]`` of pruned items, the first of which stand in for those left."""
+        """M-RoPE positions ``[3, prompt]``, and ``[3, whole_rows]`` of pruned items, the first of which stand in."""
         parts, whole, at, shift = [], [], 0, 0
         for run in media:
             more = max(0, run.whole_rows - run.rows)
