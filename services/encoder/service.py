@@ -103,7 +103,7 @@ class EncoderService:
             return preprocessor(Image.fromarray(decoded.array), planned.plan)
 
         batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
-        return Pipeline(self._store, batcher, decode, preprocess, self._config.decode_workers)
+        return Pipeline(self._store, batcher, decode, preprocess, towers.split, self._config.decode_workers)
 
 
 def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Medium, ItemPlan]:
