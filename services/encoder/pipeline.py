@@ -119,7 +119,7 @@ class Pipeline:
             metrics.items.labels(outcome).inc()
 
     async def _encode(self, entry: Entry, planned: Planned, prepared: Prepared, turn: Turn) -> None:
-        """All rows into the store, piece by piece. Pieces share the item's inputs, so those are held until the last is through."""
+        """All rows into the store, piece by piece. Pieces share the inputs, which are held until the last is through."""
         grid, inputs, rows = prepared.grid, prepared.nbytes, 0
         self._store.hold(entry, inputs)
         _check_plan(planned, grid, None, last=False)

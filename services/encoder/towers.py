@@ -37,7 +37,7 @@ class Towers:
         self.parameter_bytes = parameter_bytes(self.model)
 
     def split(self, item: Prepared) -> list[Prepared]:
-        """The item in pieces, each of which can be encoded by itself: their rows, joined, are the item's. They share its memory."""
+        """The item in pieces that can be encoded each by itself; their rows, joined, are its own. They share its memory."""
         scheme, config = self._schemes[item.modality], self.model.base_model.config
         cut = cut_item(scheme, item.inputs, config, item.patches, self.piece_patches)
         return [replace(item, inputs=inputs, patches=patches) for inputs, patches in cut]
