@@ -172,7 +172,7 @@ async def test_two_readers_at_different_rows_of_a_picture_that_is_being_encoded(
         await rows(0, each)
         gate.places.release()
         await rows(1, each - 3)
-        assert gate.encoded == 2 and [chunk[1] for chunk in found[1].chunks][0] == starts[1]
+        assert gate.encoded == 2 and found[1].chunks[0][1] == starts[1]
         gate.open()
         expected = whole(path, image)
         for reader, start in enumerate(starts):
