@@ -39,6 +39,12 @@ class Rows:
         """Where others find it; None: nowhere."""
         return None if self._block is None else self._block.address
 
+    def write(self, start: int, features: Sequence[torch.Tensor]) -> None:
+        """Copy rows of every feature into their places, from row ``start`` on."""
+        for room, rows in zip(self.features, features, strict=True):
+            assert start + len(rows) <= len(room), f"rows up to {start + len(rows)} of {len(room)}"
+            room[start : start + len(rows)].copy_(rows)
+
     def close(self) -> None:
         """From here on nobody finds it; who holds it keeps it."""
         if self._block is not None:

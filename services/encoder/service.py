@@ -105,7 +105,8 @@ class EncoderService:
             return preprocessor(Image.fromarray(decoded.array), planned.plan)
 
         batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
-        return Pipeline(self.store, batcher, decode, preprocess, self._config.decode_workers, self._fleet(towers))
+        at_once, fleet = self._config.decode_workers, self._fleet(towers)
+        return Pipeline(self.store, batcher, decode, preprocess, towers.split, at_once, fleet)
 
     def _fleet(self, towers: Towers) -> FleetCache | None:
         """What all encoders of one checkpoint and element type share."""

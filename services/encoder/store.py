@@ -183,12 +183,15 @@ class Store:
 
     def append(self, entry: Entry, features: Features) -> None:
         """The next rows of every feature are ready; they are copied."""
-        assert entry.header is not None and entry.rows is not None and entry.pending, "append comes between open and finish"
-        start, stop = entry.ready_rows, entry.ready_rows + features[0].shape[0]
-        assert stop <= entry.header.rows, f"rows up to {stop} of {entry.header.rows}"
-        for room, rows in zip(entry.rows.features, features, strict=True):
-            room[start:stop].copy_(rows)
-        entry.ready_rows = stop
+        assert entry.rows is not None, "append comes after open"
+        entry.rows.write(entry.ready_rows, features)
+        self.advance(entry, len(features[0]))
+
+    def advance(self, entry: Entry, count: int) -> None:
+        """So many rows more have been written."""
+        assert entry.header is not None and entry.pending, "rows come between open and finish"
+        entry.ready_rows += count
+        assert entry.ready_rows <= entry.header.rows, f"rows up to {entry.ready_rows} of {entry.header.rows}"
         self._wake(entry)
 
     def finish(self, entry: Entry, done: Done) -> None:

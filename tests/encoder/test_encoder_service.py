@@ -283,10 +283,10 @@ async def test_a_ref_that_nobody_fetches_expires(checkpoint_dir: Dirs) -> None:
 
 
 async def test_an_unforeseen_error_is_opaque_and_names_the_request(checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def explode(self: Batcher, item: object) -> None:
+    async def explode(self: Batcher, turn: object) -> None:
         raise RuntimeError("secret /path at 0x7f00")
 
-    monkeypatch.setattr(Batcher, "encode", explode)
+    monkeypatch.setattr(Batcher, "room", explode)
     async with running(checkpoint_dir("qwen2_vl")) as client:
         ref = await client.encode(file_bytes(picture(60, 60)), 4, request_id="req-7")
         (item,) = await client.fetch(ref)

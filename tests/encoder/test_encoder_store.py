@@ -100,6 +100,16 @@ async def test_rows_of_all_features_come_together() -> None:
     assert row_numbers(events, feature=1) == [100, 101, 102, 103]
 
 
+async def test_rows_are_copied_so_that_an_item_keeps_no_batch_alive() -> None:
+    store = Store(10)
+    ref, rows = add(store, 0), matrix(2)
+    store.open(ref.entry, header(2))
+    store.append(ref.entry, [rows])
+    rows.zero_()
+    store.finish(ref.entry, Done(0, 0))
+    assert row_numbers(await collect(store, (ref.ref_id, 0))) == [0, 1]
+
+
 async def test_rows_are_read_while_the_rest_is_being_made() -> None:
     store = Store(10)
     ref = add(store, 0)
