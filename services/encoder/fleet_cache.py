@@ -44,6 +44,7 @@ class Stored:
             "rows": self.header.rows,
             "grid": asdict(self.header.grid),
             "features": [[hidden, str(dtype)] for hidden, dtype in self.header.features],
+            "kept": self.header.kept,
         }
         text = json.dumps(about).encode()
         body = b"".join([text, *(rows.contiguous().view(torch.uint8).numpy().data.cast("B") for rows in self.features)])
@@ -62,7 +63,7 @@ class Stored:
             raise ValueError("damaged")
         about = json.loads(bytes(body[:length]))
         kinds = tuple((int(hidden), _DTYPES[dtype]) for hidden, dtype in about["features"])
-        header, offset, features = Header(about["rows"], Grid(**about["grid"]), kinds), length, []
+        header, offset, features = Header(about["rows"], Grid(**about["grid"]), kinds, tuple(about["kept"])), length, []
         for hidden, dtype in kinds:
             count = header.rows * hidden
             features.append(torch.frombuffer(body, dtype=dtype, count=count, offset=offset).view(header.rows, hidden))

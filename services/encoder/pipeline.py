@@ -12,9 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import grpc
+import torch
 
 from services.common import logs
 from services.common.errors import ServiceError
@@ -24,6 +25,7 @@ from services.encoder.batcher import Batcher, Turn
 from services.encoder.features import Features
 from services.encoder.fleet_cache import FleetCache, Stored
 from services.encoder.preprocess import Prepared
+from services.encoder.pruning import rows_left
 from services.encoder.store import Done, Entry, Header, Store
 from services.models.media import Grid, ItemPlan
 
@@ -154,14 +156,22 @@ class Pipeline:
         self._store.hold(entry, prepared.nbytes)
         _check_plan(planned, grid, None, last=False)
         pieces = self._split(prepared)
-        left = len(pieces)
+        left, whole = len(pieces), []
         async with aclosing(self._batcher.encode(turn, pieces)) as parts:
             async for features in parts:
                 rows, left = rows + len(features[0]), left - 1
                 _check_plan(planned, grid, rows, last=left == 0)
+                if planned.plan.whole_rows:
+                    whole.append(features)
+                    self._store.hold(entry, entry.held_bytes + sum(part.nbytes for part in features))
+                    continue
                 if entry.header is None:
                     self._store.open(entry, _header(planned.plan.rows, grid, features))
                 await self._append(entry, features)
+        if whole:
+            kept, features = await asyncio.to_thread(_prune, whole, planned.plan)
+            self._store.open(entry, replace(_header(planned.plan.rows, grid, features), kept=tuple(kept.tolist())))
+            await self._append(entry, features)
 
     async def _append(self, entry: Entry, features: Features) -> None:
         """The next rows into the store; a thread copies them where that would hold up the event loop."""
@@ -171,6 +181,13 @@ class Pipeline:
             assert entry.rows is not None, "append comes after open"
             await asyncio.to_thread(entry.rows.write, entry.ready_rows, features)
             self._store.advance(entry, len(features[0]))
+
+
+def _prune(parts: Sequence[Features], plan: ItemPlan) -> tuple[torch.Tensor, Features]:
+    """Which rows are left of all parts', and those."""
+    whole = [torch.cat(feature) for feature in zip(*parts, strict=True)]
+    kept = rows_left(whole[0], plan.grid, plan.rows)
+    return kept, [feature[kept] for feature in whole]
 
 
 def _check_plan(planned: Planned, grid: Grid, rows: int | None, last: bool) -> None:
@@ -183,13 +200,14 @@ def _check_plan(planned: Planned, grid: Grid, rows: int | None, last: bool) -> N
         last: whether that is all.
     """
     plan = planned.plan
-    same_rows = rows is None or rows == plan.rows or (rows < plan.rows and not last)
+    most = plan.whole_rows or plan.rows
+    same_rows = rows is None or rows == most or (rows < most and not last)
     same_grid = grid == plan.grid or not planned.check_grid
     if same_rows and same_grid:
         return
     metrics.estimate_mismatch.inc()
-    metadata: dict[str, object] = {"planned": plan.rows}
-    text = f"{plan.rows} rows were planned for this {plan.modality.word}"
+    metadata: dict[str, object] = {"planned": most}
+    text = f"{most} rows were planned for this {plan.modality.word}"
     if rows is not None:
         metadata["actual"] = rows
         text += f" and it has {rows}{'' if last else ' or more'}"

@@ -101,7 +101,16 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise invalid(field, f"the model {self._checkpoint.name} does not take this kind of media; it takes {words}")
         if request.expected_rows == 0:
             raise invalid("expected_rows", "it must be the number of rows that the item was planned with, at least 1")
+        if request.whole_rows:
+            self._check_pruned(request)
         return Planned(_plan(request), field, request.HasField("expected_grid"))
+
+    def _check_pruned(self, request: encoder_pb2.EncodeRequest) -> None:
+        if not self._checkpoint.family.prunes_video or int(request.modality) != Modality.VIDEO:
+            raise invalid("whole_rows", f"the model {self._checkpoint.name} has no videos that can be pruned; leave it out")
+        steps, whole, left = request.expected_grid.t, request.whole_rows, request.expected_rows
+        if not steps or whole % steps or not whole // steps <= left < whole:
+            raise invalid("whole_rows", f"{left} of {whole} rows cannot be left of {steps} steps: at least one step's, not all")
 
     def _check_data(self, planned: Planned, size: int) -> None:
         if size == 0:
@@ -149,6 +158,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             grid=media_pb2.Grid(t=header.grid.t, h=header.grid.h, w=header.grid.w),
             features=[encoder_pb2.Feature(hidden_size=hidden, dtype=wire_dtype(dtype)) for hidden, dtype in header.features],
             model_fingerprint=self._checkpoint.fingerprint,
+            kept_rows=header.kept,
         )
 
 
@@ -173,6 +183,7 @@ def _plan(request: encoder_pb2.EncodeRequest) -> ItemPlan:
         times=tuple(request.times),
         samples=request.samples,
         masked=request.masked,
+        whole_rows=request.whole_rows,
     )
 
 

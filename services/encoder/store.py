@@ -33,11 +33,13 @@ class Header:
         rows: rows of each feature.
         grid: how they are arranged.
         features: elements per row and element type of each feature.
+        kept: of a pruned item, which of its whole rows these are.
     """
 
     rows: int
     grid: Grid
     features: tuple[tuple[int, torch.dtype], ...]
+    kept: tuple[int, ...] = ()
 
     @property
     def row_bytes(self) -> int:
