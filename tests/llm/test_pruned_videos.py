@@ -39,7 +39,7 @@ def prune(ask: Ask, random: Random) -> Pruned:
     left = torch.ones(len(ask.answer.prompt), dtype=torch.bool)
     for item, (run, rows) in enumerate(zip(ask.media, ask.features, strict=True)):
         dropped = int((~left).sum())
-        if run.modality is Modality.VIDEO:
+        if run.modality is Modality.VIDEO and run.grid.t > 1:
             count = random.randint(run.rows // run.grid.t, run.rows - 1)
             kept[item] = torch.tensor(sorted(random.sample(range(run.rows), count)))
             left[run.offset : run.stop] = False
@@ -91,8 +91,8 @@ async def tokens(request: Request) -> list[int]:
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path]) -> tuple[Case, list[Pruned], list[list[int]]]:
     path = checkpoint_dir(request.param)
-    case, oracle, random = load_case(path), Oracle(path), Random(4)
-    asks = [ask for ask in case.asks if any(run.modality is Modality.VIDEO and run.rows > 1 for run in ask.media)]
+    case, oracle, random = load_case(path, 8), Oracle(path), Random(4)
+    asks = [ask for ask in case.asks if any(run.modality is Modality.VIDEO and run.grid.t > 1 for run in ask.media)]
     assert len(asks) >= 2
     pruned = [prune(ask, random) for ask in asks]
     return case, pruned, [expected(oracle, ask, less) for ask, less in zip(asks, pruned, strict=True)]
