@@ -103,10 +103,11 @@ def shown_size(container: InputContainer, stream: Any, max_pixels: int) -> tuple
 
 def _quarters(container: InputContainer, stream: Any) -> int:
     """Quarters of a turn in the stream's display matrix, which PyAV shows nowhere but in FFmpeg's own description of a file."""
+    described: Any = container  # its types leave the method out
     before = av.logging.get_level()
     av.logging.set_level(av.logging.INFO)
     try:
-        text = container.dumps_format()
+        text = described.dumps_format()
     finally:
         av.logging.set_level(before)
     found = _MATRIX.search(text.partition(f"Stream #0:{stream.index}")[2].partition("Stream #0:")[0])
