@@ -14,6 +14,7 @@ from services.decoding.containers import sound_codec
 _PCM_BYTES = {"s16": 2, "s24": 3, "s32": 4, "u8": 1, "f32": 4, "f64": 8, "alaw": 1, "mulaw": 1}
 _AAC_FRAMES = (1024, 960, 2048, 1920)  # the longer ones where a band above is made up (HE-AAC)
 _FLAC_SIZES = {1: 192, **{code: 576 << code - 2 for code in range(2, 6)}, **{code: 256 << code - 8 for code in range(8, 16)}}
+_OPUS_MOST = 5760  # 120 ms; a packet of more is damaged
 _ALAC_MOST = 16  # bytes of its header up to the end of the size of a frame
 _SKIP = struct.Struct("<II")
 
@@ -78,14 +79,26 @@ def _mp3(data: bytes) -> int:
 
 
 def _flac(data: bytes) -> int:
-    """The block size of a frame's header, which is coded or stands behind the frame's number."""
-    if len(data) < 5:
+    """RFC 9639, section 9.1: the block size in a frame's header, coded or behind the frame's number; 0 where it is damaged."""
+    if len(data) < 6:
         return 0
-    code = data[2] >> 4
-    if code not in (6, 7):
-        return _FLAC_SIZES.get(code, 0)
-    number = max(1, 8 - (~data[4] & 0xFF).bit_length())  # bytes of it, as UTF-8 has them
-    return int.from_bytes(data[4 + number : 4 + number + code - 5], "big") + 1
+    block, rate = data[2] >> 4, data[2] & 15
+    number = 4 + max(1, 8 - (~data[4] & 0xFF).bit_length())  # where it ends, written as UTF-8 is
+    size = number + {6: 1, 7: 2}.get(block, 0)
+    end = size + {12: 1, 13: 2, 14: 2}.get(rate, 0) + 1  # with the header's own checksum
+    if data[0] != 0xFF or data[1] & 0xFC != 0xF8 or _crc8(data[:end]):
+        return 0
+    return int.from_bytes(data[number:size], "big") + 1 if size > number else _FLAC_SIZES.get(block, 0)
+
+
+def _crc8(data: bytes) -> int:
+    """0 where the last byte is the checksum of those before."""
+    value = 0
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value << 1 & 0xFF ^ (7 if value & 0x80 else 0)
+    return value
 
 
 def _opus(data: bytes) -> int:
@@ -98,7 +111,8 @@ def _opus(data: bytes) -> int:
     else:
         frame = (120, 240, 480, 960)[config & 3]
     frames = (data[1] & 63 if len(data) > 1 else 0) if count == 3 else min(count + 1, 2)
-    return frame * frames
+    samples = frame * frames
+    return samples if samples <= _OPUS_MOST else 0
 
 
 def _alac(data: bytes, most: int) -> int:

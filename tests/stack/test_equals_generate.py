@@ -1,7 +1,7 @@
 """Greedy tokens through the running stack equal ``generate()``; the first step's logits within 1e-4.
 
-Two families that see and two that do not are asked much; of the others that see or hear, a stack each is asked a little. Recordings
-and videos are real files, in every format that is taken.
+Two families that see and two that do not are asked much; of the others that see or hear, a stack each is asked a little.
+Recordings and videos are real files, in every format that is taken.
 """
 
 from __future__ import annotations
