@@ -13,7 +13,8 @@ from services.decoding.video import picture_stream, read_timeline, shown_size
 
 
 def read_sound(data: bytes, spec: SoundFactsSpec, allocate: Allocate) -> Facts:
-    """How many samples ``decode_sound`` would yield. Vorbis alone is decoded for it: its packets do not tell their length.
+    """How many samples ``decode_sound`` would yield. It is decoded for that only where packets do not tell their length: AAC
+    whose frames have an odd one, headers of Vorbis or ALAC that are damaged.
 
     Raises:
         Refused: the bytes are no recording, it is empty, too long, or has a codec, a rate or channels that are not taken.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.decoding.containers import sound_codec
+from services.decoding.vorbis import NoModes, VorbisBlocks
 
 _PCM_BYTES = {"s16": 2, "s24": 3, "s32": 4, "u8": 1, "f32": 4, "f64": 8, "alaw": 1, "mulaw": 1}
 _AAC_FRAMES = (1024, 960, 2048, 1920)  # the longer ones where a band above is made up (HE-AAC)
@@ -25,7 +26,7 @@ class PacketSamples:
     """Counts the samples of a stream's packets, as ``discard_samples`` in libavcodec's ``decode.c`` lets them through.
 
     Attributes:
-        known: whether this codec's packets tell; Vorbis' do not without its code books, so it must be decoded.
+        known: whether this codec's packets tell; where headers are too odd for that, the stream must be decoded.
         total: samples so far.
     """
 
@@ -37,10 +38,12 @@ class PacketSamples:
 
     def take(self, packet: Any) -> int:
         """Samples that come of a packet once what precedes and follows the sound is cut off; damaged or not."""
-        assert self._samples is not None, "this codec's packets do not tell"
+        assert self._samples is not None, "these packets do not tell"
         if not packet.size:
             return 0
         samples, padding = self._samples(bytes(packet)), 0
+        if not samples:
+            return 0
         if packet.has_sidedata("skip_samples"):
             self._skip, padding = _SKIP.unpack_from(bytes(packet.get_sidedata("skip_samples")))
         skipped = samples if packet.is_discard else min(samples, self._skip)
@@ -60,6 +63,11 @@ def _codec(stream: Any) -> Samples | None:
         return _flac
     if name == "opus":
         return _opus
+    if name == "vorbis":
+        try:
+            return VorbisBlocks.of(bytes(context.extradata or b"")).samples
+        except NoModes:
+            return None
     if name == "alac" and len(extra := bytes(context.extradata or b"")) >= _ALAC_MOST:
         most = int.from_bytes(extra[_ALAC_MOST - 4 : _ALAC_MOST], "big")
         return lambda data: _alac(data, most)

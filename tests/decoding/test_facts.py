@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import av
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 
 from services.decoding import containers, facts, video
 from services.decoding.facts import read_sound, read_video
+from services.decoding.packet_samples import PacketSamples
 from services.decoding.refusals import Refused
 from services.decoding.sound import decode_sound
 from services.decoding.specs import Facts, SoundFactsSpec, SoundSpec, VideoFactsSpec, VideoSpec
 from services.decoding.video import decode_video
+from services.decoding.vorbis import NoModes, VorbisBlocks
 from tests.media_files import CASES, DATA, recording, sideways, tone
 from tests.media_files import video as film
 
@@ -116,19 +119,14 @@ def test_samples_are_those_that_decoding_gives(kind: tuple[Any, ...], count: int
         assert samples(data) == -(-count * 16000 // kind[3])
 
 
-def test_no_sample_is_decoded_but_of_vorbis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(stream: Any, packet: Any) -> list[Any]:
         raise AssertionError("decoded")
 
     monkeypatch.setattr(facts, "frames_of", decode)
     monkeypatch.setattr(containers, "frames_of", decode)
     for kind in SOUNDS:
-        data = sound(kind, 5000, 2)
-        if kind[1] == "vorbis":
-            with pytest.raises(AssertionError, match="decoded"):
-                samples(data)
-        else:
-            assert samples(data)
+        assert samples(sound(kind, 5000, 2))
     for container, codec, options in VIDEOS:
         assert len(clip(film(9, container, codec, **options))[0]) == 9
 
@@ -159,6 +157,30 @@ def test_damage_does_not_part_them(kind: tuple[Any, ...], cut: bool) -> None:
             assert heard(bytes(data)) == expected
         except Refused as refused:
             assert refused.code in ("AUDIO_EMPTY", "AUDIO_NOT_FINITE")
+
+
+@pytest.mark.parametrize("file", sorted((DATA / "media").glob("[!bR]*")), ids=lambda file: file.name)
+def test_real_recordings(file: Path) -> None:
+    data = file.read_bytes()
+    assert samples(data) == by_pyav(data) == heard(data)
+
+
+def test_vorbis_with_blocks_of_both_lengths() -> None:
+    """As other encoders than FFmpeg's make it; each packet by itself."""
+    with containers.opened((DATA / "media" / "music_cut.ogg").read_bytes(), "AUDIO_UNREADABLE") as container:
+        stream = container.streams.audio[0]
+        counter, counts = PacketSamples(stream), set()
+        for packet in containers.packets(container, stream):
+            expected = sum(frame.samples for frame in containers.frames_of(stream, packet))
+            assert counter.take(packet) == expected
+            counts.add(expected)
+    assert counter.known and len(counts) >= 4
+
+
+@pytest.mark.parametrize("headers", [b"", b"\x02", b"\x02\x1e\xff", b"\x02\x1e\x00" + b"\x01vorbis" * 9, b"\x01\x02\x03"])
+def test_damaged_headers_of_vorbis(headers: bytes) -> None:
+    with pytest.raises(NoModes):
+        VorbisBlocks.of(headers)
 
 
 def test_silence_stands_where_a_packet_does_not_decode() -> None:
