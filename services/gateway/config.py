@@ -33,7 +33,7 @@ class GatewayConfig(ServiceConfig):
     max_video_bytes: int = option(1024 * MIB, "most bytes that those take decoded")
     max_media_packets: int = option(200_000, "most packets of one recording or video that are read; a frame is one")
     limit_mm_per_prompt: str = option("image=16,audio=4,video=4", "most media items of one request")
-    probe_workers: int = option(1, "processes that read recordings and videos; none run for a model that takes neither")
+    probe_workers: int = option(2, "processes that read recordings and videos; none run for a model that takes neither")
     probe_memory_bytes: int = option(512 * MIB, "memory that reading one file may take")
     probe_seconds: float = option(5.0, "processor time that reading one file may take; four times as long in all")
     max_text_bytes: int = option(4 * MIB, "most bytes of text in one request")
