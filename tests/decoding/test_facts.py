@@ -22,7 +22,7 @@ from services.decoding.sound import decode_sound
 from services.decoding.specs import Facts, SoundFactsSpec, SoundSpec, VideoFactsSpec, VideoSpec
 from services.decoding.video import decode_video
 from services.decoding.vorbis import NoModes, VorbisBlocks
-from tests.media_files import CASES, DATA, recording, sideways, tone
+from tests.media_files import CASES, DATA, level, recording, sideways, tone
 from tests.media_files import video as film
 
 LONGEST, PACKETS, PIXELS = 10**8, 10**5, 10**7
@@ -236,6 +236,37 @@ def test_an_uneven_rate_and_turns(container: str, gaps: list[int], quarters: int
     assert found.fps == pytest.approx(len(gaps) / stamps[-1], rel=0.05)
     assert (found.height, found.width) == frames.shape[1:3]
     assert (found.width < found.height) == (container == "mp4" and quarters % 2 == 1)
+
+
+@pytest.mark.parametrize("interval", ["1", "20"])
+def test_an_edit_list_that_cuts_the_start_off(interval: str) -> None:
+    """Five frames are there and not shown, where the others need them."""
+    data = film(20, "mp4", "h264", [(index - 5) / 25 for index in range(20)], g=interval, bf="0")
+    times, found = clip(data)
+    frames, decoded = look(data, len(times))
+    assert times == list(decoded.times) == pytest.approx([index / 25 for index in range(15)])
+    assert found.fps == pytest.approx(25) and decoded.replaced == 0
+    assert np.abs(np.median(frames[:, :, :, 0], axis=(1, 2)) - [level(index) for index in range(5, 20)]).max() <= 6
+
+
+@pytest.mark.parametrize(("container", "codec", "options"), VIDEOS, ids=lambda value: str(value))
+def test_damage_does_not_part_size_and_times(container: str, codec: str, options: dict[str, str]) -> None:
+    chance = np.random.default_rng(3)
+    whole = film(12, container, codec, g="4", **options)
+    for _ in range(20):
+        data = bytearray(whole)
+        for at in chance.integers(0, len(data), 8):
+            data[at] = chance.integers(256)
+        try:
+            times, found = clip(bytes(data))
+            frames, decoded = look(bytes(data), len(times))
+        except MemoryError:  # a length that was hit
+            continue
+        except Refused as refused:
+            assert refused.code.startswith("VIDEO_") and refused.code != "VIDEO_SHORT"
+            continue
+        assert frames.shape == (len(times), found.height, found.width, 3)
+        assert len(decoded.times) == len(times)
 
 
 def test_a_cut_video() -> None:
