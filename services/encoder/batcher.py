@@ -1,16 +1,21 @@
-"""Groups preprocessed items of all requests into batches for the towers, oldest first, up to a budget of patches.
+"""Groups pieces of the items of all requests into batches for the towers, up to a budget of patches.
 
-Knows nothing of refs or requests. A batch starts as soon as the towers are free; there is no waiting for more items.
+Items stand in line. A batch takes the next piece of each, from the front, as far as the budget goes; an item that has more
+goes to the end of the line. So whoever joins the line waits for the batch that runs and then for at most one piece of each
+item in front, however large those are; that holds for the next piece of a large item just as well. A batch starts as soon as
+the towers are free; there is no waiting for more items. Knows nothing of refs or requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from services.common import logs
 from services.encoder import metrics
@@ -21,10 +26,20 @@ logger = logging.getLogger(__name__)
 Encode = Callable[[Sequence[Prepared]], list[Features]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    item: Prepared
-    result: asyncio.Future[Features]
+@dataclass(eq=False)
+class Turn:
+    """One item's place with a batcher. Only the batcher changes it.
+
+    Attributes:
+        patches: of the whole item.
+        left: patches that have not reached the towers.
+        pieces: those that stand in line, once they are made.
+    """
+
+    patches: int
+    left: int
+    pieces: deque[Prepared] = field(default_factory=deque)
+    outcomes: asyncio.Queue[Features | Exception] = field(default_factory=asyncio.Queue)
 
 
 class Batcher:
@@ -33,34 +48,49 @@ class Batcher:
     def __init__(self, encode: Encode, max_patches: int) -> None:
         self._encode = encode
         self._max_patches = max_patches
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_patches = 0
-        self._changed = asyncio.Event()
-        self._room = asyncio.Event()
+        self._turns: dict[Turn, None] = {}  # in the order of arrival
+        self._line: deque[Turn] = deque()  # those with pieces
+        self._joined = asyncio.Event()
+        self._moved = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "towers")
         self._loop = asyncio.create_task(self._run(), name="batcher")
 
-    async def room(self) -> None:
-        """Wait until less than a full batch waits: nothing is prepared further ahead than that."""
-        while self._waiting_patches >= self._max_patches:
-            self._room.clear()
-            await self._room.wait()
+    @contextmanager
+    def turn(self, patches: int) -> Iterator[Turn]:
+        """An item of so many patches arrives; when the block ends, what has not reached the towers never does."""
+        turn = Turn(patches, patches)
+        self._turns[turn] = None
+        try:
+            yield turn
+        finally:
+            self._leave(turn)
+            del self._turns[turn]
 
-    async def encode(self, item: Prepared) -> Features:
-        """The item's features; cancelling takes it out of the queue.
+    async def room(self, turn: Turn) -> None:
+        """Wait until less than a full batch is in front of an item: nothing is prepared further ahead than that.
+
+        In front is of every earlier item as much as can come before this one's last piece, which is no more than this one
+        has itself. So a small item does not wait for a large one to be through, and later items never count.
+        """
+        while sum(min(other.left, turn.patches) for other in self._before(turn)) >= self._max_patches:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def encode(self, turn: Turn, pieces: Sequence[Prepared]) -> AsyncGenerator[Features, None]:
+        """The features of an item's pieces, in order, each as soon as it is through.
 
         Raises:
-            Exception: what the towers raised for this item when it ran alone.
+            Exception: what the towers raised for a piece when it ran alone; later pieces are not encoded.
         """
-        waiting = _Waiting(item, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        self._count(item.patches)
-        try:
-            return await waiting.result
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                self._count(-item.patches)
+        turn.pieces.extend(pieces)
+        turn.left = sum(piece.patches for piece in pieces)
+        self._line.append(turn)
+        self._joined.set()
+        for _ in pieces:
+            outcome = await turn.outcomes.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
 
     async def stop(self) -> None:
         """End the loop and the thread; a batch in the towers is finished first."""
@@ -70,46 +100,56 @@ class Batcher:
 
     async def _run(self) -> None:
         while True:
-            while not self._waiting:
-                self._changed.clear()
-                await self._changed.wait()
+            while not self._line:
+                self._joined.clear()
+                await self._joined.wait()
             await self._finish(self._take())
 
-    def _take(self) -> list[_Waiting]:
-        """The oldest items that fit the budget; one that exceeds it goes alone."""
-        batch: list[_Waiting] = []
+    def _take(self) -> list[tuple[Turn, Prepared]]:
+        """The next piece of every item from the front of the line that fits the budget; one that exceeds it goes alone."""
+        batch: list[tuple[Turn, Prepared]] = []
         patches = 0
-        while self._waiting and (not batch or patches + self._waiting[0].item.patches <= self._max_patches):
-            waiting = self._waiting.popleft()
-            patches += waiting.item.patches
-            batch.append(waiting)
-        self._count(-patches)
+        while self._line and (not batch or patches + self._line[0].pieces[0].patches <= self._max_patches):
+            turn = self._line.popleft()
+            piece = turn.pieces.popleft()
+            turn.left -= piece.patches
+            patches += piece.patches
+            batch.append((turn, piece))
+        self._line.extend(turn for turn, _ in batch if turn.pieces)
+        self._moved.set()
         return batch
 
-    async def _finish(self, batch: list[_Waiting]) -> None:
-        """Give every item its features, or the error that it causes alone."""
-        batch = [waiting for waiting in batch if not waiting.result.done()]
+    async def _finish(self, batch: list[tuple[Turn, Prepared]]) -> None:
+        """Give every piece's item its features, or the error that it causes alone."""
+        batch = [(turn, piece) for turn, piece in batch if turn in self._turns]
         if not batch:
             return
         metrics.batch_items.observe(len(batch))
         try:
             loop = asyncio.get_running_loop()
-            features = await loop.run_in_executor(self._thread, self._encode, [waiting.item for waiting in batch])
+            features = await loop.run_in_executor(self._thread, self._encode, [piece for _, piece in batch])
             assert len(features) == len(batch), f"{len(features)} results for {len(batch)} items"
         except Exception as error:
             if len(batch) > 1:
                 cause = type(error).__name__
                 logs.event(logger, "batch failed, its items run alone", logging.WARNING, items=len(batch), error=cause)
-                for waiting in batch:
-                    await self._finish([waiting])
-            elif not batch[0].result.done():
-                batch[0].result.set_exception(error)
+                for one in batch:
+                    await self._finish([one])
+            else:
+                turn, _ = batch[0]
+                self._leave(turn)
+                turn.outcomes.put_nowait(error)
             return
-        for waiting, item_features in zip(batch, features, strict=True):
-            if not waiting.result.done():
-                waiting.result.set_result(item_features)
+        for (turn, _), piece_features in zip(batch, features, strict=True):
+            turn.outcomes.put_nowait(piece_features)
 
-    def _count(self, patches: int) -> None:
-        self._waiting_patches += patches
-        self._changed.set()
-        self._room.set()
+    def _leave(self, turn: Turn) -> None:
+        """Take what is left of an item out of the line."""
+        if turn.pieces:
+            turn.pieces.clear()
+            self._line.remove(turn)
+        turn.left = 0
+        self._moved.set()
+
+    def _before(self, turn: Turn) -> Iterator[Turn]:
+        return itertools.takewhile(lambda other: other is not turn, self._turns)

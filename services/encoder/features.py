@@ -1,10 +1,11 @@
-"""From preprocessed items to features: items of one kind and shape share a call to the towers.
+"""From preprocessed items to pieces and to features: what is of one kind and shape shares a call to the towers.
 
 Knows nothing of families, which say in a :class:`Scheme` what differs between them, nor of threads, refs or messages.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,31 @@ def one(inputs: Inputs) -> int:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How an item comes apart into units that the towers see each by itself: tiles, steps of time, windows.
+
+    Attributes:
+        units: (inputs, the model's configuration) to how many there are, at least one.
+        take: (inputs, configuration, start, stop) to the inputs of units ``[start, stop)``; views, not copies. Rows of
+            consecutive takes are those of the whole, one behind the other.
+    """
+
+    units: Callable[[Inputs, Any], int]
+    take: Callable[[Inputs, Any, int, int], Inputs]
+
+
+def _count(inputs: Inputs, config: Any) -> int:
+    return len(next(iter(inputs.values())))
+
+
+def _slice(inputs: Inputs, config: Any, start: int, stop: int) -> Inputs:
+    return {name: tensor[start:stop] for name, tensor in inputs.items()}
+
+
+FIRST_EXTENT = Cut(_count, _slice)  # units are the first extent of every input
+
+
+@dataclass(frozen=True)
 class Scheme:
     """How a family encodes one modality.
 
@@ -37,12 +63,30 @@ class Scheme:
         call: (base model, joined inputs of several items) to their features.
         grid: (inputs, plan, config.json) to how the rows will be arranged.
         entries: how many entries of ``call``'s answer are the item's.
+        cut: how the item comes apart; None where it is one sequence to the towers.
     """
 
     prepare: Callable[[Any, Any, ItemPlan], Inputs]
     call: Callable[[Any, Inputs], Levels]
     grid: Callable[[Inputs, ItemPlan, Mapping[str, Any]], Grid] = flat
     entries: Callable[[Inputs], int] = one
+    cut: Cut | None = None
+
+
+def cut_item(scheme: Scheme, inputs: Inputs, config: Any, patches: int, size: int) -> list[tuple[Inputs, int]]:
+    """The pieces of an item of so many patches, in the order of its rows, and the patches of each.
+
+    A piece has as many units as ``size`` patches hold, and at least one; units are spread evenly over pieces.
+    """
+    units = 1 if scheme.cut is None else scheme.cut.units(inputs, config)
+    count = min(units, -(-units // max(1, size * units // patches)))
+    if scheme.cut is None or count == 1:
+        return [(inputs, patches)]
+    bounds = [units * i // count for i in range(count + 1)]
+    return [
+        (scheme.cut.take(inputs, config, start, stop), patches * stop // units - patches * start // units)
+        for start, stop in itertools.pairwise(bounds)
+    ]
 
 
 def encode_items(scheme: Scheme, base: Any, items: Sequence[Inputs], dtype: torch.dtype, device: torch.device) -> list[Features]:

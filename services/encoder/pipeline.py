@@ -1,6 +1,7 @@
-"""The way of one item: decode in a worker process, preprocess in a thread, towers in a batch, rows into the store.
+"""The way of one item: decode in a worker process, preprocess in a thread, towers piece by piece, rows into the store.
 
-An item that fails does so alone, with an error that a client may see. Knows nothing of messages.
+The rows of a piece can be read as soon as it is through the towers. An item that fails does so alone, with an error that a
+client may see; rows that were read before stay read. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
 import grpc
@@ -18,13 +20,15 @@ from services.common import logs
 from services.common.errors import ServiceError
 from services.decoding.specs import Decoded
 from services.encoder import metrics
-from services.encoder.batcher import Batcher
+from services.encoder.batcher import Batcher, Turn
 from services.encoder.features import Features
+from services.encoder.fleet_cache import FleetCache, Stored
 from services.encoder.preprocess import Prepared
 from services.encoder.store import Done, Entry, Header, Store
 from services.models.media import Grid, ItemPlan
 
 logger = logging.getLogger(__name__)
+_LONG_COPY = 4 * 1024**2  # bytes; about a millisecond
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Planned:
 
 Decode = Callable[[Planned, bytes], Awaitable[Decoded]]
 Preprocess = Callable[[Planned, Decoded], Prepared]
+Split = Callable[[Prepared], Sequence[Prepared]]
 
 
 class Pipeline:
@@ -54,49 +59,77 @@ class Pipeline:
         batcher: runs the towers.
         decode: the file's pixels or samples.
         preprocess: makes the towers' inputs of them; called in threads.
+        split: cuts those into pieces whose rows, one behind the other, are the item's.
         at_once: items decoded and preprocessed at the same time.
+        fleet: rows that other encoders made, if they share them.
     """
 
-    def __init__(self, store: Store, batcher: Batcher, decode: Decode, preprocess: Preprocess, at_once: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        batcher: Batcher,
+        decode: Decode,
+        preprocess: Preprocess,
+        split: Split,
+        at_once: int,
+        fleet: FleetCache | None = None,
+    ) -> None:
+        self._fleet = fleet
         self._store = store
         self._batcher = batcher
         self._decode = decode
         self._preprocess = preprocess
+        self._split = split
         self._places = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, "preprocess")
 
-    def submit(self, planned: Planned, data: bytes) -> str:
-        """Start on an item and return its ref at once; the media is let go of as soon as it is decoded."""
-        entry = self._store.add(len(data))
-        entry.work = asyncio.create_task(self._run(entry, planned, data), name=f"encode {entry.ref_id}")
-        return entry.ref_id
+    def submit(self, key: bytes, planned: Planned, data: bytes) -> str:
+        """A ref to the item that ``key`` names; work on it starts where it is not there or under way.
+
+        The media is let go of as soon as it is decoded.
+        """
+        ref = self._store.claim(key, len(data))
+        if not ref.found:
+            ref.entry.work = asyncio.create_task(self._fill(ref.entry, planned, data), name=f"encode {ref.ref_id}")
+        return ref.ref_id
+
+    async def _fill(self, entry: Entry, planned: Planned, data: bytes) -> None:
+        """Rows from the fleet's cache where they are there, else from the towers."""
+        stored = await self._fleet.get(entry.key) if self._fleet else None
+        if stored is not None and (stored.header.rows, stored.header.grid) == (planned.plan.rows, planned.plan.grid):
+            self._store.open(entry, stored.header)
+            self._store.append(entry, [*stored.features])
+            self._store.finish(entry, Done(0.0, 0.0))
+            metrics.items.labels("found").inc()
+            return
+        await self._run(entry, planned, data)
+        if self._fleet and entry.done and entry.header and entry.rows:
+            await self._fleet.put(entry.key, Stored(entry.header, entry.rows.features))
 
     async def stop(self) -> None:
         """Drop all items and end the threads."""
         self._store.clear()
         await self._batcher.stop()
+        if self._fleet:
+            await self._fleet.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def _run(self, entry: Entry, planned: Planned, data: bytes) -> None:
         outcome = "failed"
         try:
-            submitted = time.perf_counter()
-            async with self._places:
-                await self._batcher.room()
-                decoded = await self._decode(planned, data)
-                del data
-                loop = asyncio.get_running_loop()
-                prepared = await loop.run_in_executor(self._threads, self._preprocess, planned, decoded)
-                del decoded
-            self._store.hold(entry, prepared.nbytes)
-            preprocessed = time.perf_counter()
-            features = await self._batcher.encode(prepared)
-            grid = prepared.grid
-            del prepared
+            with self._batcher.turn(planned.plan.patches) as turn:
+                submitted = time.perf_counter()
+                await self._batcher.room(turn)
+                async with self._places:
+                    decoded = await self._decode(planned, data)
+                    del data
+                    loop = asyncio.get_running_loop()
+                    prepared = await loop.run_in_executor(self._threads, self._preprocess, planned, decoded)
+                    del decoded
+                preprocessed = time.perf_counter()
+                await self._encode(entry, planned, prepared, turn)
+                del prepared
             done = Done(preprocessed - submitted, time.perf_counter() - preprocessed)
-            _check_plan(planned, features, grid)
-            self._store.open(entry, _header(features, grid))
-            self._store.append(entry, features)
             self._store.finish(entry, done)
             outcome = "encoded"
             metrics.stage_seconds.labels("preprocess").observe(done.preprocess_seconds)
@@ -115,16 +148,51 @@ class Pipeline:
         finally:
             metrics.items.labels(outcome).inc()
 
+    async def _encode(self, entry: Entry, planned: Planned, prepared: Prepared, turn: Turn) -> None:
+        """All rows into the store, piece by piece. Pieces share the inputs, which are held until the last is through."""
+        grid, rows = prepared.grid, 0
+        self._store.hold(entry, prepared.nbytes)
+        _check_plan(planned, grid, None, last=False)
+        pieces = self._split(prepared)
+        left = len(pieces)
+        async with aclosing(self._batcher.encode(turn, pieces)) as parts:
+            async for features in parts:
+                rows, left = rows + len(features[0]), left - 1
+                _check_plan(planned, grid, rows, last=left == 0)
+                if entry.header is None:
+                    self._store.open(entry, _header(planned.plan.rows, grid, features))
+                await self._append(entry, features)
 
-def _check_plan(planned: Planned, features: Features, grid: Grid) -> None:
-    """Raise INTERNAL where the rows or their grid are not those that the prompt was laid out with."""
-    plan, rows = planned.plan, features[0].shape[0]
+    async def _append(self, entry: Entry, features: Features) -> None:
+        """The next rows into the store; a thread copies them where that would hold up the event loop."""
+        if sum(part.nbytes for part in features) < _LONG_COPY:
+            self._store.append(entry, features)
+        else:
+            assert entry.rows is not None, "append comes after open"
+            await asyncio.to_thread(entry.rows.write, entry.ready_rows, features)
+            self._store.advance(entry, len(features[0]))
+
+
+def _check_plan(planned: Planned, grid: Grid, rows: int | None, last: bool) -> None:
+    """Raise INTERNAL where the rows or their grid are not those that the prompt was laid out with.
+
+    Args:
+        planned: what it was laid out with.
+        grid: how the rows are arranged.
+        rows: so many there are so far; None before the first is known.
+        last: whether that is all.
+    """
+    plan = planned.plan
+    same_rows = rows is None or rows == plan.rows or (rows < plan.rows and not last)
     same_grid = grid == plan.grid or not planned.check_grid
-    if rows == plan.rows and same_grid:
+    if same_rows and same_grid:
         return
     metrics.estimate_mismatch.inc()
-    metadata: dict[str, object] = {"planned": plan.rows, "actual": rows}
-    text = f"{plan.rows} rows were planned for this {plan.modality.word} and it has {rows}"
+    metadata: dict[str, object] = {"planned": plan.rows}
+    text = f"{plan.rows} rows were planned for this {plan.modality.word}"
+    if rows is not None:
+        metadata["actual"] = rows
+        text += f" and it has {rows}{'' if last else ' or more'}"
     if not same_grid:
         metadata |= {"planned_grid": _text(plan.grid), "actual_grid": _text(grid)}
         text += f"; its grid was planned as {_text(plan.grid)} and is {_text(grid)}"
@@ -138,5 +206,5 @@ def _text(grid: Grid) -> str:
     return f"{grid.t}x{grid.h}x{grid.w}"
 
 
-def _header(features: Features, grid: Grid) -> Header:
-    return Header(features[0].shape[0], grid, tuple((rows.shape[1], rows.dtype) for rows in features))
+def _header(rows: int, grid: Grid, features: Features) -> Header:
+    return Header(rows, grid, tuple((part.shape[1], part.dtype) for part in features))

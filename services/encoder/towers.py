@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from services.encoder.families import schemes_of
-from services.encoder.features import Features, encode_items
+from services.encoder.features import Features, cut_item, encode_items
 from services.encoder.preprocess import Prepared
 from services.models.checkpoint import Checkpoint
 from services.models.half import choose_device, choose_dtype, load_half, parameter_bytes
+
+# Patches of a piece: small enough for the first rows to come early and for nobody to wait long behind a large item, large
+# enough that the products of its layers outweigh their calls, which takes more where products are faster.
+_PIECE_PATCHES = {"cpu": 512}
+_PIECE_PATCHES_ELSEWHERE = 4096
 
 
 class Towers:
     """Towers and projector of a checkpoint.
 
     Attributes:
+        piece_patches: patches of a piece that an item is cut into, unless a unit of it has more.
         model: the half, in eval mode.
         parameter_bytes: bytes of its parameters.
+        dtype: element type of weights and embeddings.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, device: str) -> None:
         self._device = torch.device(choose_device(device))
         self._schemes = schemes_of(checkpoint.family.model_type)
-        self._dtype = choose_dtype(dtype, checkpoint, self._device.type)
-        self.model = load_half(checkpoint, "encoder", self._dtype, str(self._device))
+        self.piece_patches = _PIECE_PATCHES.get(self._device.type, _PIECE_PATCHES_ELSEWHERE)
+        self.dtype = choose_dtype(dtype, checkpoint, self._device.type)
+        self.model = load_half(checkpoint, "encoder", self.dtype, str(self._device))
         self.parameter_bytes = parameter_bytes(self.model)
+
+    def split(self, item: Prepared) -> list[Prepared]:
+        """The item in pieces that can be encoded each by itself; their rows, joined, are its own. They share its memory."""
+        scheme, config = self._schemes[item.modality], self.model.base_model.config
+        cut = cut_item(scheme, item.inputs, config, item.patches, self.piece_patches)
+        return [replace(item, inputs=inputs, patches=patches) for inputs, patches in cut]
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Prepared]) -> list[Features]:
-        """The features of each item, on the CPU, each in memory of its own."""
+        """The features of each item or piece, on the CPU; those of a batch may share memory, so they are to be copied."""
         features: dict[int, Features] = {}
         for modality in sorted({item.modality for item in batch}):
             indices = [index for index, item in enumerate(batch) if item.modality is modality]
             inputs = [batch[index].inputs for index in indices]
-            encoded = encode_items(self._schemes[modality], self.model.base_model, inputs, self._dtype, self._device)
+            encoded = encode_items(self._schemes[modality], self.model.base_model, inputs, self.dtype, self._device)
             features |= zip(indices, encoded, strict=True)
-        # a view would keep the whole batch alive for as long as one of its items is held
-        return [[rows.to("cpu", copy=True).contiguous() for rows in features[index]] for index in range(len(batch))]
+        return [[rows.to("cpu") for rows in features[index]] for index in range(len(batch))]

@@ -55,6 +55,7 @@ class Family:
         decoder: submodule of the base model that is the language model; "" means the base model itself.
         language: submodules of the base model that only the language-model half keeps, where ``decoder`` is "".
         positions_from_grid: positions depend on each item's grid (M-RoPE).
+        prunes_video: rows of a video can be dropped, because it is a single run whose positions come from its grid.
         attention: which tokens of a prompt see later ones.
         token_types: name of the argument that tells media tokens from text, where attention is not causal.
         cross: rows are read by cross-attention layers instead of standing in the prompt.
@@ -74,6 +75,7 @@ class Family:
     decoder: str = ""
     language: tuple[str, ...] = ()
     positions_from_grid: bool = False
+    prunes_video: bool = False
     attention: Attention = Attention.CAUSAL
     token_types: str = "token_type_ids"
     cross: bool = False
@@ -104,6 +106,7 @@ FAMILIES: dict[str, Family] = {
             towers=("visual",),
             decoder="language_model",
             positions_from_grid=True,
+            prunes_video=True,
         ),
         Family(
             "qwen2_5_vl",
@@ -116,6 +119,7 @@ FAMILIES: dict[str, Family] = {
             towers=("visual",),
             decoder="language_model",
             positions_from_grid=True,
+            prunes_video=True,
         ),
         Family(
             "qwen3_vl",
@@ -141,6 +145,7 @@ FAMILIES: dict[str, Family] = {
             towers=("visual", "audio_tower"),
             decoder="language_model",
             positions_from_grid=True,
+            prunes_video=True,
         ),
         Family(
             "llava",

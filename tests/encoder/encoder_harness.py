@@ -52,8 +52,9 @@ class Fetched:
 
 
 class Client:
-    def __init__(self, service: EncoderService, channel: grpc.aio.Channel, config: EncoderConfig) -> None:
+    def __init__(self, service: EncoderService, address: str, channel: grpc.aio.Channel, config: EncoderConfig) -> None:
         self.service = service
+        self.address = address
         self.stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         self.checkpoint = open_checkpoint(config.model)
 
@@ -68,15 +69,16 @@ class Client:
         response = await self.stub.Encode(encoder_pb2.EncodeRequest(**(request | changes)))
         return response.ref_id
 
-    async def encode_picture(self, image: Image.Image) -> str:
+    async def encode_picture(self, image: Image.Image, **changes: Any) -> str:
         plan = self.checkpoint.plan_image(*image.size)
-        return await self.encode(file_bytes(image), plan.rows, media_pb2.Grid(t=plan.grid.t, h=plan.grid.h, w=plan.grid.w))
+        grid = media_pb2.Grid(t=plan.grid.t, h=plan.grid.h, w=plan.grid.w)
+        return await self.encode(file_bytes(image), plan.rows, grid, patches=plan.patches, **changes)
 
     async def fetch(self, *refs: str | tuple[str, int], **options: Any) -> list[Fetched]:
         items = [ref if isinstance(ref, tuple) else (ref, 0) for ref in refs]
         results = [Fetched() for _ in items]
         async for index, event in self.events(items, **options):
-            results[index] = _add(results[index], event)
+            results[index] = add(results[index], event)
         return results
 
     async def events(
@@ -102,7 +104,7 @@ class Client:
         raise AssertionError(f"the load stays at {load}")
 
 
-def _add(result: Fetched, response: encoder_pb2.FetchResponse) -> Fetched:
+def add(result: Fetched, response: encoder_pb2.FetchResponse) -> Fetched:
     assert result.done is None and result.error is None, "nothing follows the end of an item"
     match response.WhichOneof("event"):
         case "header":
@@ -139,8 +141,8 @@ async def running(model: Path | str, **options: Any) -> AsyncIterator[Client]:
     assert readiness.ready
     channel = open_channel(f"127.0.0.1:{port}")
     try:
-        yield Client(service, channel, config)
-        service._store.check_integrity()
+        yield Client(service, f"127.0.0.1:{port}", channel, config)
+        service.store.check_integrity()
     finally:
         await channel.close()
         await server.stop(0)

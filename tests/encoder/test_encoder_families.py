@@ -158,6 +158,37 @@ def test_kinds_of_media_share_a_batch(family: str, load: Callable[[str], Half]) 
         assert close(batched, half.towers.encode([item])[0])
 
 
+CUT = [(f, m) for f, m in CASES if schemes_of(f)[m].cut]
+
+
+def test_everything_is_cut_but_what_is_one_sequence_to_the_towers() -> None:
+    assert {f for f, m in CUT if m is Modality.IMAGE} == {"internvl", "smolvlm", "idefics3", "gemma3"}
+    assert {f for f, m in CUT if m is Modality.AUDIO} == {"voxtral", "qwen2_5_omni_thinker"}
+    assert {f for f, m in CUT if m is Modality.VIDEO} == set(VIDEOS)
+
+
+@pytest.mark.parametrize(("family", "modality"), CUT, ids=lambda value: getattr(value, "word", value))
+def test_pieces_are_the_whole(
+    family: str, modality: Modality, load: Callable[[str], Half], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and deepstack rows of pieces, alone and in a batch with those of other items, are those of whole items."""
+    half = load(family)
+    if family == "gemma3":
+        for name, value in {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 64}.items():
+            monkeypatch.setattr(half.preprocess._processors[modality], name, value)
+    items = [item for ask in asks(family, modality) for item in half.prepared(ask)]
+    whole = [half.towers.encode([item])[0] for item in items]
+    for size in (1, max(item.patches for item in items) // 2):  # every unit a piece, and half of the largest item
+        monkeypatch.setattr(half.towers, "piece_patches", size)
+        cut = [half.towers.split(item) for item in items]
+        assert any(len(pieces) > 1 for pieces in cut)
+        assert [sum(piece.patches for piece in pieces) for pieces in cut] == [item.patches for item in items]
+        together = iter(half.towers.encode([piece for pieces in cut for piece in pieces]))
+        for pieces, features in zip(cut, whole, strict=True):
+            assert close(joined([half.towers.encode([piece])[0] for piece in pieces]), features)
+            assert close(joined([next(together) for _ in pieces]), features)
+
+
 def test_every_kind_of_media_that_can_be_planned_can_be_encoded() -> None:
     assert CASES and {(f, m) for f in FAMILIES for m in schemes_of(f)} == set(CASES)
     for family in FAMILIES.values():

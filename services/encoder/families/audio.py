@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.encoder.features import Inputs, Levels, Scheme
+from services.encoder.features import FIRST_EXTENT, Cut, Inputs, Levels, Scheme
 from services.models.hf import masking_utils
 from services.models.media import ItemPlan
 
@@ -68,8 +68,25 @@ def _omni_features(base: Any, inputs: Inputs) -> Levels:
     return [output.last_hidden_state.split(rows.tolist())]
 
 
+def _omni_window(config: Any) -> int:
+    """Frames that the tower looks at together. Pooling joins two positions, each of two frames, so a cut falls between fours."""
+    window = 2 * int(config.audio_config.n_window)
+    return window if window % 4 == 0 else 2 * window
+
+
+def _omni_units(inputs: Inputs, config: Any) -> int:
+    """Windows; what is left over belongs to the last, as it may be too short for a row of its own."""
+    return max(1, len(inputs["frames"]) // _omni_window(config))
+
+
+def _omni_take(inputs: Inputs, config: Any, start: int, stop: int) -> Inputs:
+    frames, window = inputs["frames"], _omni_window(config)
+    taken = frames[start * window : stop * window if stop < _omni_units(inputs, config) else None]
+    return {"frames": taken, "counts": inputs["counts"].new_tensor([len(taken)])}
+
+
 AUDIO = {
     "qwen2_audio": Scheme(_mel, _qwen2_audio_features),
-    "voxtral": Scheme(_voxtral, _voxtral_features, entries=_windows_of),
-    "qwen2_5_omni_thinker": Scheme(_omni, _omni_features),
+    "voxtral": Scheme(_voxtral, _voxtral_features, entries=_windows_of, cut=FIRST_EXTENT),
+    "qwen2_5_omni_thinker": Scheme(_omni, _omni_features, cut=Cut(_omni_units, _omni_take)),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from services.encoder.features import Inputs, Levels, Scheme
+from services.encoder.features import FIRST_EXTENT, Inputs, Levels, Scheme
 from services.models.media import Grid, ItemPlan
 
 _GEMMA3_CROPS = {  # where published files say null; the processor's own arithmetic needs numbers
@@ -135,7 +135,7 @@ def _phi4_features(base: Any, inputs: Inputs) -> Levels:
 
 
 _QWEN = Scheme(_processed("pixel_values", "image_grid_thw"), picture_features, patch_grid("image_grid_thw"))
-_IDEFICS3 = Scheme(_idefics3, picture_features, tile_grid, tiles_of)
+_IDEFICS3 = Scheme(_idefics3, picture_features, tile_grid, tiles_of, FIRST_EXTENT)
 
 IMAGES = {
     "qwen2_vl": _QWEN,
@@ -145,10 +145,10 @@ IMAGES = {
     "llava": Scheme(_processed("pixel_values"), picture_features, _pixel_grid),
     "llava_next": Scheme(_llava_next, picture_features),
     "llava_onevision": Scheme(_llava_onevision, picture_features),
-    "internvl": Scheme(_processed("pixel_values", crop_to_patches=True), picture_features, entries=tiles_of),
+    "internvl": Scheme(_processed("pixel_values", crop_to_patches=True), picture_features, entries=tiles_of, cut=FIRST_EXTENT),
     "smolvlm": _IDEFICS3,
     "idefics3": _IDEFICS3,
-    "gemma3": Scheme(_gemma3, picture_features, tile_grid, tiles_of),
+    "gemma3": Scheme(_gemma3, picture_features, tile_grid, tiles_of, FIRST_EXTENT),
     "gemma4": Scheme(_processed("pixel_values", "image_position_ids"), picture_features),
     "paligemma": Scheme(_processed("pixel_values"), picture_features),
     "mllama": Scheme(_processed("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"), _mllama_features, _mllama_grid),

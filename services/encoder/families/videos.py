@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from services.encoder.families.images import patch_grid, picture_features, tile_grid, tiles_of
-from services.encoder.features import Inputs, Levels, Scheme
+from services.encoder.features import FIRST_EXTENT, Cut, Inputs, Levels, Scheme
 from services.models.media import ItemPlan
 from services.models.video_plans import OMNI_PIXELS
 
@@ -47,13 +48,42 @@ def _video_features(base: Any, inputs: Inputs) -> Levels:
     return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
 
-_QWEN = Scheme(_qwen, _video_features, patch_grid("video_grid_thw"))
+def _steps(inputs: Inputs, config: Any) -> int:
+    return int(inputs["video_grid_thw"][0, 0])
+
+
+def _take_steps(inputs: Inputs, config: Any, start: int, stop: int) -> Inputs:
+    """Steps of time: attention never crosses from one to the next, and none knows its place among them."""
+    grid = inputs["video_grid_thw"]  # [1, 3]
+    each = int(grid[0, 1] * grid[0, 2])
+    taken = torch.tensor([[stop - start, grid[0, 1], grid[0, 2]]], dtype=grid.dtype)
+    return {"pixel_values_videos": inputs["pixel_values_videos"][start * each : stop * each], "video_grid_thw": taken}
+
+
+def _llava_onevision_features(base: Any, inputs: Inputs) -> Levels:
+    """A newline ends a video, not a piece of it."""
+    ends = inputs.get("ends")
+    (rows,) = _video_features(base, {"pixel_values_videos": inputs["pixel_values_videos"]})
+    return [rows if ends is None else [video if end else video[:-1] for video, end in zip(rows, ends.tolist(), strict=True)]]
+
+
+def _frames(inputs: Inputs, config: Any) -> int:
+    return inputs["pixel_values_videos"].shape[1]  # [1, frames, ...]
+
+
+def _take_frames(inputs: Inputs, config: Any, start: int, stop: int) -> Inputs:
+    frames = inputs["pixel_values_videos"]
+    return {"pixel_values_videos": frames[:, start:stop], "ends": torch.tensor([stop == frames.shape[1]])}
+
+
+_QWEN_CUT = Cut(_steps, _take_steps)
+_QWEN = Scheme(_qwen, _video_features, patch_grid("video_grid_thw"), cut=_QWEN_CUT)
 
 VIDEOS = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
-    "qwen2_5_omni_thinker": Scheme(_omni, _video_features, patch_grid("video_grid_thw")),
-    "llava_onevision": Scheme(_llava_onevision, _video_features),
-    "internvl": Scheme(_internvl, picture_features, tile_grid, tiles_of),
+    "qwen2_5_omni_thinker": Scheme(_omni, _video_features, patch_grid("video_grid_thw"), cut=_QWEN_CUT),
+    "llava_onevision": Scheme(_llava_onevision, _llava_onevision_features, cut=Cut(_frames, _take_frames)),
+    "internvl": Scheme(_internvl, picture_features, tile_grid, tiles_of, FIRST_EXTENT),
 }
