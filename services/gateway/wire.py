@@ -43,8 +43,8 @@ def _content(item: Item) -> bytes:
     """Names what an item's rows show: equal bytes may be looked at in other ways from one request to the next."""
     plan = item.plan
     if not plan.frames and not plan.masked:
-        return item.facts.digest
-    return hashlib.sha256(item.facts.digest + repr((plan.frames, plan.masked, plan.rows)).encode()).digest()
+        return item.digest
+    return hashlib.sha256(item.digest + repr((plan.frames, plan.masked, plan.rows)).encode()).digest()
 
 
 def encode_to_proto(item: Item, request_id: str) -> encoder_pb2.EncodeRequest:
