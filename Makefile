@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint protos eval bench-engine bench-incumbents help
+.PHONY: demo test test-slow lint protos eval bench-encoder bench-engine bench-incumbents help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -38,6 +38,9 @@ protos: $(READY)  ## write the stubs from protos/
 
 eval: $(READY)  ## score the embedded model through the running stack
 	@$(BIN)/python -m scripts.embedded.evaluate
+
+bench-encoder: $(READY)  ## time the encoder on this CPU: packed batches, the first rows of an item, a small one beside it
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.encoder
 
 bench-engine: $(READY)  ## time the engine on this CPU: decode step, bookkeeping, mixed load against transformers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from services.encoder.families import schemes_of
 from services.encoder.features import Features, cut_item, encode_items
@@ -17,6 +19,19 @@ from services.models.half import choose_device, choose_dtype, load_half, paramet
 # enough that the products of its layers outweigh their calls, which takes more where products are faster.
 _PIECE_PATCHES = {"cpu": 512}
 _PIECE_PATCHES_ELSEWHERE = 4096
+
+
+class PatchProduct(nn.Module):
+    """A convolution whose every input is a single patch, as the matrix product that it is: a third of the time on a CPU."""
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Patches ``[count, channels, frames, height, width]`` to ``[count, width of the tower, 1, 1, 1]``."""
+        assert patches.shape[1:] == self.weight.shape[1:], f"patches of {tuple(patches.shape[1:])}"
+        return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 class Towers:
@@ -35,6 +50,10 @@ class Towers:
         self.piece_patches = _PIECE_PATCHES.get(self._device.type, _PIECE_PATCHES_ELSEWHERE)
         self.dtype = choose_dtype(dtype, checkpoint, self._device.type)
         self.model = load_half(checkpoint, "encoder", self.dtype, str(self._device))
+        for module in self.model.modules():
+            for name, part in module.named_children():
+                if isinstance(part, nn.Conv3d):  # of Qwen's towers, which get their patches cut
+                    setattr(module, name, PatchProduct(part))
         self.parameter_bytes = parameter_bytes(self.model)
 
     def split(self, item: Prepared) -> list[Prepared]:

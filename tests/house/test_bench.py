@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.encoder import main as encoder
 from bench.engine import bookkeeping
 from bench.pruning import main as pruning
 
@@ -24,7 +25,13 @@ def test_pruning_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| 2 | 0.5 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", ["bench.engine", "bench.pruning"])
+def test_the_encoder_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert encoder(["--tiny", "--dtypes", "float32", "--images", "3", "--rounds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "packed_cpu_ms" in out and "picture of 7 tiles" in out and "video of 32 frames" in out
+
+
+@pytest.mark.parametrize("module", ["bench.encoder", "bench.engine", "bench.pruning"])
 def test_help_has_examples_or_says_what_it_takes(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
