@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from services.encoder.families import schemes_of
 from services.encoder.features import Features
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import Decoded, Prepared, Preprocessor
-from services.encoder.reader import Rows, read
+from services.encoder.reader import Chunk, read
 from services.encoder.store import Done, Store
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
@@ -177,10 +178,10 @@ async def _stream(
 
     async def rows(plan: ItemPlan) -> tuple[float, float]:
         started, first = time.perf_counter(), 0.0
-        async with aclosing(read(store, [(pipeline.submit(Planned(plan, ""), b""), 0)], 1 << 20)) as events:
+        async with aclosing(read(store, [(pipeline.submit(uuid.uuid4().bytes, Planned(plan, ""), b""), 0)], 1 << 20)) as events:
             async for _, event in events:
                 now = time.perf_counter() - started
-                if isinstance(event, Rows):
+                if isinstance(event, Chunk):
                     first = first or now
                 elif isinstance(event, Done):
                     return first, now
