@@ -7,12 +7,17 @@ rearrange the whole picture first; numbers are made in the pass that also puts t
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
+import numpy as np
 import torch
 
 from services.models.hf import transformers
 from services.models.media import Grid
+
+_CACHED = 2**17  # numbers made at a time, which stay in the core's own cache until they are finished
 
 
 class _InPlace:
@@ -28,13 +33,15 @@ class _InPlace:
         if not (do_rescale and do_normalize and images.dtype is torch.uint8):
             theirs = super().rescale_and_normalize  # type: ignore[misc]
             return theirs(images, do_rescale, rescale_factor, do_normalize, image_mean, image_std)  # type: ignore[no-any-return]
-        mean, std = _in_levels(rescale_factor, image_mean, image_std)
-        return torch.empty(images.shape).copy_(images).sub_(mean).div_(std)
+        mean, std = _in_levels(rescale_factor, tuple(image_mean), tuple(image_std))
+        return _memory(*images.shape).copy_(images).sub_(mean).div_(std)
 
 
 def copying_nothing(processor: Any) -> Any:
     """The processor, which from now on takes pictures as :func:`view` gives them, and only so."""
-    assert isinstance(processor, transformers.image_processing_backends.TorchvisionBackend), f"{type(processor).__name__} needs torchvision"
+    assert isinstance(processor, transformers.image_processing_backends.TorchvisionBackend), (
+        f"{type(processor).__name__} needs torchvision"
+    )
     cls = type(processor)
     processor.__class__ = type(cls.__name__, (_InPlace, cls), {})
     return processor
@@ -60,17 +67,29 @@ def patches(processor: Any, frames: torch.Tensor) -> tuple[torch.Tensor, Grid]:
     down, across, steps = height // (patch * merge), width // (patch * merge), -(-count // depth)
     cut = frames.unflatten(3, (across, merge, patch)).unflatten(2, (down, merge, patch))
     cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)  # [frames, down, across, merge, merge, 3, patch, patch]
-    mean, std = _in_levels(processor.rescale_factor, processor.image_mean, processor.image_std)
-    made = torch.empty(steps, down, across, merge, merge, 3, depth, patch, patch)
-    for index in range(steps * depth):
-        place = made[index // depth].select(5, index % depth)
+    mean, std = _in_levels(
+        processor.rescale_factor if processor.do_rescale else 1.0,
+        tuple(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
+        tuple(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
+    )
+    made = _memory(steps, down, across, merge, merge, 3, depth, patch, patch)
+    lines = max(1, _CACHED // cut[0, 0].numel())
+    for index, top in itertools.product(range(steps * depth), range(0, down, lines)):
+        place = made[index // depth, top : top + lines].select(5, index % depth)
         if index < count:
-            last = place.copy_(cut[index]).sub_(mean).div_(std)
+            place.copy_(cut[index, top : top + lines]).sub_(mean).div_(std)
         else:
-            place.copy_(last)
+            place.copy_(made[-1, top : top + lines].select(5, (count - 1) % depth))
     return made.flatten(5).flatten(0, 4), Grid(steps, down * merge, across * merge)
 
 
-def _in_levels(rescale_factor: float, mean: Any, std: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory(*shape: int) -> torch.Tensor:
+    """float32 for a result. numpy's, which asks for large pages: half of the time for a large picture is the kernel's otherwise."""
+    return torch.from_numpy(np.empty(shape, np.float32))
+
+
+@functools.lru_cache
+def _in_levels(rescale_factor: float, mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and deviation of each channel ``[3, 1, 1]`` in levels of a byte, rounded as the processors do."""
-    return tuple(torch.tensor(values)[:, None, None] * (1.0 / rescale_factor) for values in (mean, std))  # type: ignore[return-value]
+    factor = 1.0 / rescale_factor
+    return torch.tensor(mean)[:, None, None] * factor, torch.tensor(std)[:, None, None] * factor

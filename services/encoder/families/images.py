@@ -31,8 +31,11 @@ def _processed(*names: str, **settings: Any) -> Callable[[Any, Any, ItemPlan], I
 
 def _qwen(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """Its own patches, which do not depend on the plan: a picture that is not as planned must come to light."""
-    resized = processor.resize(picture[None], processor.size, processor.resample, processor.patch_size * processor.merge_size)
-    pixels, grid = patches(processor, resized)
+    frames = picture[None]
+    if processor.do_resize:
+        factor = processor.patch_size * processor.merge_size
+        frames = processor.resize(frames, processor.size, processor.resample, factor)
+    pixels, grid = patches(processor, frames)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[grid.t, grid.h, grid.w]])}
 
 

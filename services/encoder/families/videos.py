@@ -19,19 +19,17 @@ from services.models.video_plans import OMNI_PIXELS
 
 
 def _processed(processor: Any, frames: torch.Tensor) -> Inputs:
-    inputs: Inputs = processor(
-        videos=[frames], do_sample_frames=False, input_data_format="channels_first", return_tensors="pt"
-    )
+    inputs: Inputs = processor(videos=[frames], do_sample_frames=False, input_data_format="channels_first", return_tensors="pt")
     return inputs
 
 
 def _qwen(processor: Any, frames: torch.Tensor, plan: ItemPlan, size: Any = None) -> Inputs:
-    factor = processor.patch_size * processor.merge_size
-    cap = bool(getattr(processor, "cap_pixels_per_frame", None))  # not said: off, as the plan has it
-    resized = processor.resize(
-        frames[None], size or processor.size, processor.resample, factor, processor.temporal_patch_size, cap_pixels_per_frame=cap
-    )
-    pixels, grid = patches(processor, resized[0])
+    if processor.do_resize:
+        factor, pair = processor.patch_size * processor.merge_size, processor.temporal_patch_size
+        cap = bool(getattr(processor, "cap_pixels_per_frame", None))  # not said: off, as the plan has it
+        size = size or processor.size
+        (frames,) = processor.resize(frames[None], size, processor.resample, factor, pair, cap_pixels_per_frame=cap)
+    pixels, grid = patches(processor, frames)
     return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[grid.t, grid.h, grid.w]])}
 
 
