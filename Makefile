@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint protos eval bench-engine bench-incumbents help
+.PHONY: demo test test-slow lint protos eval bench-engine bench-incumbents bench-preprocess help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -41,6 +41,9 @@ eval: $(READY)  ## score the embedded model through the running stack
 
 bench-engine: $(READY)  ## time the engine on this CPU: decode step, bookkeeping, mixed load against transformers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine
+
+bench-preprocess: $(READY)  ## time pictures and sounds from bytes to the towers' input, against Pillow and transformers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.preprocess
 
 VLLM := .venv-vllm
 $(VLLM)/.ready:

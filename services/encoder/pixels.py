@@ -65,7 +65,7 @@ def patches(processor: Any, frames: torch.Tensor) -> tuple[torch.Tensor, Grid]:
     patch, merge, depth = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     count, _, height, width = frames.shape
     down, across, steps = height // (patch * merge), width // (patch * merge), -(-count // depth)
-    cut = frames.unflatten(3, (across, merge, patch)).unflatten(2, (down, merge, patch))
+    cut = frames.reshape(count, 3, down, merge, patch, across, merge, patch)
     cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)  # [frames, down, across, merge, merge, 3, patch, patch]
     mean, std = _in_levels(
         processor.rescale_factor if processor.do_rescale else 1.0,
@@ -84,7 +84,7 @@ def patches(processor: Any, frames: torch.Tensor) -> tuple[torch.Tensor, Grid]:
 
 
 def _memory(*shape: int) -> torch.Tensor:
-    """float32 for a result. numpy's, which asks for large pages: half of the time for a large picture is the kernel's otherwise."""
+    """float32 for a result. numpy asks for large pages; without, a large picture spends as long on page faults as on work."""
     return torch.from_numpy(np.empty(shape, np.float32))
 
 

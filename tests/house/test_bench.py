@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.engine import bookkeeping
+from bench.preprocess import pictures, recordings
 from bench.pruning import main as pruning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,14 @@ def test_pruning_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| 2 | 0.5 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", ["bench.engine", "bench.pruning"])
+def test_preprocessing_is_measured_on_equal_terms() -> None:
+    rows = pictures([(300, 200)], ["qwen2_vl", "llava"], 1)
+    assert [row["by"] for row in rows] == 2 * ["Pillow + numpy", "HF slow", "HF fast", "ours"]
+    assert all(row["CPU ms"] > 0 and row["mean"] < 0.5 for row in rows)
+    assert [row["by"] for row in recordings([0.5], 1)] == ["HF, numpy", "HF, torch", "ours"]
+
+
+@pytest.mark.parametrize("module", ["bench.engine", "bench.preprocess", "bench.pruning"])
 def test_help_has_examples_or_says_what_it_takes(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr

@@ -43,7 +43,7 @@ def _voxtral(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
     """Windows of 30 seconds, the last one padded with silence; mel frames are those of the whole recording."""
     heard, window = samples[: plan.samples], processor.n_samples
     mel = log_mel(processor, heard, -(-len(heard) // window) * window)
-    return {"input_features": mel.unflatten(1, (-1, processor.nb_max_frames)).transpose(0, 1)}  # [windows, bins, frames]
+    return {"input_features": mel.reshape(len(mel), -1, processor.nb_max_frames).transpose(0, 1)}  # [windows, bins, frames]
 
 
 def _voxtral_features(base: Any, inputs: Inputs) -> Levels:
