@@ -9,7 +9,6 @@ import time
 import grpc
 import numpy as np
 import torch
-from PIL import Image
 
 from services.common import logs
 from services.common.errors import invalid
@@ -95,14 +94,13 @@ class EncoderService:
             return await self._pool.decode(data, _spec(planned, self._config), planned.field)
 
         def preprocess(planned: Planned, decoded: Decoded) -> Prepared:
-            if planned.plan.modality is not Modality.IMAGE:
-                return preprocessor(decoded.array, planned.plan)
-            height, width, _ = decoded.array.shape
-            try:
-                preprocessor.check_size(width, height)
-            except ValueError as error:
-                raise invalid(planned.field, str(error)) from None
-            return preprocessor(Image.fromarray(decoded.array), planned.plan)
+            if planned.plan.modality is Modality.IMAGE:
+                height, width, _ = decoded.array.shape
+                try:
+                    preprocessor.check_size(width, height)
+                except ValueError as error:
+                    raise invalid(planned.field, str(error)) from None
+            return preprocessor(decoded.array, planned.plan)
 
         batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
         at_once, fleet = self._config.decode_workers, self._fleet(towers)
@@ -127,7 +125,7 @@ def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Medium, ItemPlan]
     side = WARM_UP_SIDE
     match modality:
         case Modality.IMAGE:
-            return Image.new("RGB", (side, side)), checkpoint.plan([Picture(side, side)])[0]
+            return np.zeros((side, side, 3), np.uint8), checkpoint.plan([Picture(side, side)])[0]
         case Modality.AUDIO:
             return np.zeros(WARM_UP_SAMPLES, np.float32), checkpoint.plan([Recording(WARM_UP_SAMPLES)])[0]
         case Modality.VIDEO:

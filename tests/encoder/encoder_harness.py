@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import torch
 from PIL import Image
 
@@ -31,7 +32,7 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 def image_preprocessor(checkpoint: Checkpoint) -> Callable[[Image.Image], Prepared]:
     """Prepares pictures that are alone in their request."""
     preprocess = Preprocessor(checkpoint, [Modality.IMAGE])
-    return lambda image: preprocess(image, checkpoint.plan_image(*image.size))
+    return lambda image: preprocess(np.array(image), checkpoint.plan_image(*image.size))
 
 
 @dataclass
