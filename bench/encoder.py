@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from bench.measure import Cost, cost_of, host_facts, interleave, median, table
 from scripts.checkpoints.blueprint import Options
@@ -72,7 +71,7 @@ class Bench:
         self._preprocess = Preprocessor(self.checkpoint, tuple(schemes_of(family)))
 
     def picture(self, width: int, height: int) -> tuple[ItemPlan, Prepared]:
-        return self._prepared(Image.fromarray(_noise(height, width)), self.checkpoint.plan_image(width, height))
+        return self._prepared(_noise(height, width), self.checkpoint.plan_image(width, height))
 
     def clip(self, width: int, height: int, frames: int) -> tuple[ItemPlan, Prepared]:
         (plan,) = self.checkpoint.plan([Clip(width, height, frames, 2.0)], ALL_FRAMES)
