@@ -276,3 +276,31 @@ class Oracle:
             return []
         wanted = {k: v for k, v in inputs.items() if k in ("pixel_values", "image_grid_thw")}
         return list(self.model.base_model.get_image_features(**wanted, return_dict=True).pooler_output)
+
+    @torch.no_grad()
+    def tokens_without(self, inputs: Any, left: torch.Tensor, new_tokens: int = NEW_TOKENS) -> list[int]:
+        """Greedy tokens where the decoder is given only some of the prompt, at the positions that it would have in the whole.
+
+        Args:
+            inputs: processor output of the whole prompt.
+            left: which tokens of it are given, ascending.
+        """
+        decoder = self.model.base_model.language_model
+        given: dict[str, Any] = {}
+
+        def note(_module: Any, _args: Any, arguments: dict[str, Any]) -> None:
+            given.update(arguments)
+
+        handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
+        self.model(**inputs)
+        handle.remove()
+        positions = given["position_ids"][-3:]  # [3, 1, prompt]
+        embeds, following, tokens = given["inputs_embeds"][:, left], int(positions.max()) + 1, []
+        positions = positions[..., left]
+        for _ in range(new_tokens):
+            hidden = decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
+            tokens.append(int(self.model.lm_head(hidden[0, -1]).argmax()))
+            embeds = torch.cat([embeds, self.model.get_input_embeddings()(torch.tensor([tokens[-1:]]))], dim=1)
+            positions = torch.cat([positions, torch.full((3, 1, 1), following)], dim=-1)
+            following += 1
+        return tokens

@@ -36,6 +36,7 @@ class GatewayConfig(ServiceConfig):
     probe_workers: int = option(2, "processes that read recordings and videos; none run for a model that takes neither")
     probe_memory_bytes: int = option(512 * MIB, "memory that reading one file may take")
     probe_seconds: float = option(5.0, "processor time that reading one file may take; four times as long in all")
+    video_pruning_rate: float = option(0.0, "share of a video's rows that is dropped, those that change least; 0 drops none")
     max_text_bytes: int = option(4 * MIB, "most bytes of text in one request")
     max_messages: int = option(1024, "most messages in one request")
     max_parts: int = option(1024, "most parts in one request")
@@ -50,6 +51,8 @@ class GatewayConfig(ServiceConfig):
         for flag, seconds in (("--max-audio-seconds", self.max_audio_seconds), ("--probe-seconds", self.probe_seconds)):
             if not 0 < seconds < _LONGEST:
                 raise ValueError(f"{flag} must be more than 0 and less than {_LONGEST:.0f}, got {seconds}")
+        if not 0 <= self.video_pruning_rate < 1:
+            raise ValueError(f"--video-pruning-rate must be at least 0 and less than 1, got {self.video_pruning_rate}")
         for name, value in vars(self).items():
             least = int(name.startswith(("max_", "default_")) and name not in ("max_model_len", "max_queued_requests"))
             least = 1 if name == "probe_workers" else _LEAST_MEMORY if name == "probe_memory_bytes" else least

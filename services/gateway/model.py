@@ -8,7 +8,7 @@ from services.gateway.config import GatewayConfig
 from services.models.checkpoint import open_checkpoint
 from services.models.layout import PromptLayout
 from services.models.media import Modality
-from services.models.registry import text_config
+from services.models.registry import UnsupportedModel, text_config
 
 
 class ServedModel:
@@ -28,6 +28,11 @@ class ServedModel:
         self.name = config.served_model_name or self.checkpoint.name
         self.family = self.checkpoint.family.model_type
         self.modalities: tuple[Modality, ...] = self.checkpoint.family.encoded if config.encoder_addresses else ()
+        if config.video_pruning_rate and not self.checkpoint.family.prunes_video:
+            raise UnsupportedModel(
+                f"--video-pruning-rate: rows can be dropped of videos that stand in one run with positions from a grid, as in "
+                f"Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni; a {self.family} model cannot"
+            )
         self.max_model_len = config.max_model_len or self.checkpoint.max_position_embeddings
 
     @cached_property

@@ -17,6 +17,7 @@ from services.models.image_sizes import UnsupportedSize
 from services.models.layout import Placement, Turn
 from services.models.media import Clip, ItemPlan, Medium, Modality
 from services.models.tokenizer import ChatTemplateError
+from services.models.video_plans import pruned
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class PromptMaker:
         for probed, plan in zip(media, plans, strict=True):
             if isinstance(probed.medium, Clip):
                 self._check_frames(probed.file.field, probed.medium, len(plan.frames))
-        return plans
+        rate = self._config.video_pruning_rate
+        return [pruned(plan, rate) if rate and plan.modality is Modality.VIDEO else plan for plan in plans]
 
     def _check_frames(self, field: str, clip: Clip, frames: int) -> None:
         """Before anything is decoded."""

@@ -19,7 +19,7 @@ from services.llm.merge import MediaRun
 from services.llm.scheduler import Scheduler
 from services.models.media import Modality
 from tests.llm.families import Ask, Case, load_case
-from tests.reference import NEW_TOKENS, Oracle
+from tests.reference import Oracle
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"]
 
@@ -53,30 +53,6 @@ def prune(ask: Ask, random: Random) -> Pruned:
     return Pruned(Ask(replace(ask.answer, prompt=prompt), media, features), kept, columns)
 
 
-@torch.no_grad()
-def expected(oracle: Oracle, ask: Ask, pruned: Pruned) -> list[int]:
-    """Greedy, without a cache: what the whole model gives its decoder, less what was dropped."""
-    decoder = oracle.model.base_model.language_model
-    given: dict[str, Any] = {}
-
-    def note(_module: Any, _args: Any, arguments: dict[str, Any]) -> None:
-        given.update(arguments)
-
-    handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
-    oracle.model(**ask.answer.inputs)
-    handle.remove()
-    embeds = given["inputs_embeds"][:, pruned.columns]
-    positions = given["position_ids"][-3:][..., pruned.columns]
-    following, tokens = int(given["position_ids"][-3:].max()) + 1, []
-    for _ in range(NEW_TOKENS):
-        hidden = decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
-        tokens.append(int(oracle.model.lm_head(hidden[0, -1]).argmax()))
-        embeds = torch.cat([embeds, oracle.model.get_input_embeddings()(torch.tensor([tokens[-1:]]))], dim=1)
-        positions = torch.cat([positions, torch.full((3, 1, 1), following)], dim=-1)
-        following += 1
-    return tokens
-
-
 async def tokens(request: Request) -> list[int]:
     found: list[int] = []
     while True:
@@ -95,7 +71,7 @@ def served(request: pytest.FixtureRequest, checkpoint_dir: Callable[[str], Path]
     asks = [ask for ask in case.asks if any(run.modality is Modality.VIDEO and run.grid.t > 1 for run in ask.media)]
     assert len(asks) >= 2
     pruned = [prune(ask, random) for ask in asks]
-    return case, pruned, [expected(oracle, ask, less) for ask, less in zip(asks, pruned, strict=True)]
+    return case, pruned, [oracle.tokens_without(ask.answer.inputs, less.columns) for ask, less in zip(asks, pruned, strict=True)]
 
 
 @pytest.mark.asyncio
