@@ -61,12 +61,14 @@ class Options(Sampling, total=False):
     model: a name from `models`; "default", the default, is the served model.
     timeout: seconds for the whole call, retries included; None means the client's.
     request_id: the id for the services' logs; None makes one.
+    cache_salt: what services keep of the call is only found again by calls with the same salt; no part of an estimate.
     """
 
     media: MediaPart | Iterable[MediaPart]
     model: str
     timeout: float | None
     request_id: str | None
+    cache_salt: str
 
 
 def build(kind: type[Request], messages: Messages, options: Options) -> Request:
@@ -89,6 +91,9 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
         messages=[_message(index, role, content) for index, (role, content) in enumerate(turns)],
         sampling=_sampling({name: value for name, value in options.items() if name in Sampling.__annotations__}),
     )
+    if isinstance(request, gateway_pb2.ChatRequest):
+        _check_unicode("cache_salt", options.get("cache_salt", ""))
+        request.cache_salt = options.get("cache_salt", "")
     size = request.ByteSize()
     if size > MAX_MESSAGE_BYTES:
         raise InvalidArgument(f"the request has {size / 2**20:.0f} MiB, more than the 64 MiB that one may have")

@@ -137,6 +137,7 @@ class LanguageModel(Backend):
             token_ids=prompt.token_ids,
             spans=[span for item, ref in zip(prompt.items, refs, strict=True) for span in spans_to_proto(item, ref)],
             sampling=sampling_to_proto(prompt.sampling, max_tokens),
+            cache_salt=prompt.cache_salt,
         )
         call = self._stub.Generate(request, timeout=timeout, metadata=outgoing_metadata())
         try:

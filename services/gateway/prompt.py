@@ -31,6 +31,7 @@ class Item:
     medium: Medium
     plan: ItemPlan
     placements: tuple[Placement, ...]
+    cache_salt: str = ""
 
     @property
     def tokens(self) -> int:
@@ -45,6 +46,7 @@ class Prompt:
     token_ids: list[int]
     items: tuple[Item, ...]
     sampling: Sampling
+    cache_salt: str = ""
 
     @property
     def patches(self) -> int:
@@ -95,8 +97,9 @@ class PromptMaker:
         items = []
         for number, places in groupby(layout.placements, key=lambda place: place.item):
             file = media[number].file
-            items.append(Item(file.field, file.data, file.digest, media[number].medium, plans[number], tuple(places)))
-        return Prompt(layout.token_ids, tuple(items), conversation.sampling)
+            medium, salt = media[number].medium, conversation.cache_salt
+            items.append(Item(file.field, file.data, file.digest, medium, plans[number], tuple(places), salt))
+        return Prompt(layout.token_ids, tuple(items), conversation.sampling, conversation.cache_salt)
 
     def _plan(self, media: Sequence[Probed]) -> list[ItemPlan]:
         try:

@@ -19,6 +19,7 @@ from services.models.media import Modality
 from triptych.gateway.v1 import gateway_pb2
 
 _ROLES = {gateway_pb2.ROLE_SYSTEM: "system", gateway_pb2.ROLE_USER: "user", gateway_pb2.ROLE_ASSISTANT: "assistant"}
+MAX_SALT_BYTES = 128
 _MEDIA = {modality.word: modality for modality in Modality}
 
 
@@ -45,6 +46,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     sampling: Sampling
+    cache_salt: str = ""
 
 
 class Validator:
@@ -66,7 +68,8 @@ class Validator:
         self._check_counts(request.messages)
         messages = tuple(self._message(message, f"messages[{i}]") for i, message in enumerate(request.messages))
         self._check_totals(messages)
-        return Conversation(messages, read_sampling(request.sampling, self._model.checkpoint.generation, self._model.vocab_size))
+        sampling = read_sampling(request.sampling, self._model.checkpoint.generation, self._model.vocab_size)
+        return Conversation(messages, sampling, _salt(request) if isinstance(request, gateway_pb2.ChatRequest) else "")
 
     def _check_counts(self, messages: Sequence[gateway_pb2.Message]) -> None:
         if not messages:
@@ -109,6 +112,12 @@ class Validator:
         if source is None:
             raise invalid(field, "holds neither data nor url; set one of them")
         return MediaPart(field, modality, media.data if source == "data" else media.url)
+
+
+def _salt(request: gateway_pb2.ChatRequest) -> str:
+    if (size := len(request.cache_salt.encode())) > MAX_SALT_BYTES:
+        raise invalid("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes, got {size}")
+    return request.cache_salt
 
 
 def _over(field: str, count: int, limit: int, what: str) -> ServiceError:

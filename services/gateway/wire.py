@@ -64,6 +64,7 @@ def encode_to_proto(item: Item, request_id: str) -> encoder_pb2.EncodeRequest:
         samples=plan.samples,
         masked=plan.masked,
         whole_rows=plan.whole_rows,
+        cache_salt=item.cache_salt,
     )
 
 

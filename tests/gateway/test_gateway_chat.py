@@ -87,7 +87,7 @@ async def test_what_the_backends_are_told(qwen: Path) -> None:
             user(pictures[2], "d"),
         ]
         sampling = sampling_pb2.SamplingParams(temperature=0.5, seed=7, max_tokens=9, stop=["never"], stop_token_ids=[5])
-        request = gateway_pb2.ChatRequest(messages=messages, sampling=sampling)
+        request = gateway_pb2.ChatRequest(messages=messages, sampling=sampling, cache_salt="tenant")
         await answer(s, request, metadata=(("x-request-id", "abc"),), timeout=20)
         [sent] = s.llm.requests
         assert sent.request_id == "abc" == s.llm.metadata["x-request-id"] == s.encoder.metadata["x-request-id"]
@@ -100,6 +100,7 @@ async def test_what_the_backends_are_told(qwen: Path) -> None:
         for span in sent.spans:
             assert set(sent.token_ids[span.offset : span.offset + span.rows]) == {placeholder} and len(span.digest) == 32
         assert [span.offset for span in sent.spans] == sorted(span.offset for span in sent.spans)
+        assert sent.cache_salt == "tenant" and {item.cache_salt for item in s.encoder.items} == {"tenant"}
         by_ref = {f"ref{i + 1}": item for i, item in enumerate(s.encoder.items)}
         for span, data in zip(sent.spans, pictures, strict=True):
             item = by_ref[span.ref.id]

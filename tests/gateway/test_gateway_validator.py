@@ -83,6 +83,7 @@ def message(**fields: Any) -> gateway_pb2.ChatRequest:
         ),
         (ask(b"1", b"2", b"3"), "messages", "3 image parts, the limit is 2"),
         (ask(*"abcdef"), "messages", "6 parts, the limit is 5"),
+        (gateway_pb2.ChatRequest(messages=[user("x")], cache_salt="ä" * 65), "cache_salt", "at most 128 bytes, got 130"),
         (ask("ä" * 501), "messages", "1002 bytes of text, the limit is 1000"),
     ],
 )

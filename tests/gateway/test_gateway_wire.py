@@ -18,15 +18,16 @@ VIDEO = ItemPlan(Modality.VIDEO, 12, Grid(1, 3, 4), 48, tiles=1, frames=(0, 5, 5
 
 def item(plan: ItemPlan) -> Item:
     placements = tuple(Placement(at, plan, 0, tokens, first, tokens) for at, tokens, first in ((1, 4, 0), (7, 8, 4)))
-    return Item("messages[0].parts[0].image", b"bytes", DIGEST, Picture(60, 40), plan, placements)
+    return Item("messages[0].parts[0].image", b"bytes", DIGEST, Picture(60, 40), plan, placements, "tenant")
 
 
 def test_an_encoder_is_told_what_the_towers_need() -> None:
-    plan = dataclasses.replace(VIDEO, samples=7, masked=True)
+    plan = dataclasses.replace(VIDEO, samples=7, masked=True, whole_rows=20)
     request = encode_to_proto(item(plan), "req-1")
     assert (request.request_id, request.field, request.data) == ("req-1", "messages[0].parts[0].image", b"bytes")
     assert request.modality == media_pb2.MODALITY_VIDEO and request.expected_grid == media_pb2.Grid(t=1, h=3, w=4)
     assert (request.expected_rows, request.patches, request.tiles, request.samples, request.masked) == (12, 48, 1, 7, True)
+    assert (request.whole_rows, request.cache_salt) == (20, "tenant")
     assert (tuple(request.frames), tuple(request.times)) == (plan.frames, plan.times)
 
 
@@ -40,6 +41,7 @@ def test_equal_bytes_looked_at_otherwise_have_another_digest() -> None:
     """Or a language model would take up the keys and values of other rows."""
     plans = [
         PICTURE, dataclasses.replace(PICTURE, masked=True), VIDEO, dataclasses.replace(VIDEO, frames=(0, 4, 5)),
+        dataclasses.replace(VIDEO, rows=11, whole_rows=12),
     ]  # fmt: skip
     digests = [spans_to_proto(item(plan), media_pb2.EmbeddingRef())[0].digest for plan in plans]
     assert len(set(digests)) == len(plans) and all(len(digest) == 32 for digest in digests)

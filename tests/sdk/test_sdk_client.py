@@ -132,10 +132,11 @@ def test_every_call_has_a_deadline_and_a_request_id(gateway):
     with triptych.Client(gateway.address) as client:
         client.chat("what?")
         client.estimate("what?")
-        client.chat("what?", timeout=7, request_id="mine")
+        client.chat("what?", timeout=7, request_id="mine", cache_salt="tenant")
     assert all(110 < seconds < 122 for seconds in gateway.remaining[:2])
     assert gateway.remaining[2] < 9
     assert len(set(gateway.request_ids)) == 3 and gateway.request_ids[2] == "mine"
+    assert [getattr(request, "cache_salt", None) for request in gateway.requests] == ["", None, "tenant"]
 
 
 @pytest.mark.parametrize(
