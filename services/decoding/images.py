@@ -43,7 +43,7 @@ def decode_image(data: bytes, spec: ImageSpec, allocate: Allocate) -> Facts:
         try:
             if not _fast_jpeg(data, image, allocate):
                 image.load()  # before asking for tags: a PNG's may stand behind its pixels, whose damage would go unseen
-                _put(np.asarray(_rgb(image)), _turn(image), allocate)
+                _put(np.asarray(_rgb(image)), turn_of(image), allocate)
         except Refused:
             raise
         except Exception as error:
@@ -68,7 +68,7 @@ def _fast_jpeg(data: bytes, image: Image.Image, allocate: Allocate) -> bool:
     """Decode an undamaged colour JPEG without Pillow: the same pixels in a third of the time. False: Pillow is to do it."""
     if image.format not in ("JPEG", "MPO") or image.mode != "RGB":
         return False
-    size, turn = (image.height, image.width), _turn(image)
+    size, turn = (image.height, image.width), turn_of(image)
     try:
         if simplejpeg.decode_jpeg_header(data)[:2] != size:
             return False
@@ -93,7 +93,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _turn(image: Image.Image) -> Callable[[Array], Array] | None:
+def turn_of(image: Image.Image) -> Callable[[Array], Array] | None:
     """What the orientation tag asks for. Only whole numbers count, as in the gateway's probe, or the two sizes would differ."""
     try:
         return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))

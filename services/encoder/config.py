@@ -30,6 +30,7 @@ class EncoderConfig(ServiceConfig):
     fleet_cache_max_item_bytes: int = option(64 * 1024**2, "embeddings of one item that are kept there")
     fleet_cache_seconds: float = option(3600.0, "they are kept there for so long")
     fleet_cache_timeout: float = option(0.5, "seconds that one call of that server may take")
+    jpeg_decoder: str = option("workers", "where colour JPEGs are decoded; gpu: by nvJPEG in this process", ["workers", "gpu"])
     shared_memory: str = option("auto", "whether language models on this host read embeddings where they lie", ["auto", "off"])
     max_item_bytes: int = option(20 * 1024**2, "largest file of one item")
     max_pixels: int = option(50_000_000, "largest picture, read from its header before it is decoded")

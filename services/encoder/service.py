@@ -19,6 +19,7 @@ from services.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSp
 from services.encoder.batcher import Batcher
 from services.encoder.config import EncoderConfig
 from services.encoder.fleet_cache import FleetCache
+from services.encoder.gpu_jpeg import GpuJpeg
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import Decoded as Medium
 from services.encoder.preprocess import Prepared, Preprocessor
@@ -90,7 +91,13 @@ class EncoderService:
         return preprocessor, towers
 
     def _pipeline(self, preprocessor: Preprocessor, towers: Towers) -> Pipeline:
+        gpu_jpeg = GpuJpeg(self._config.max_pixels) if self._config.jpeg_decoder == "gpu" else None
+
         async def decode(planned: Planned, data: bytes) -> Decoded:
+            if gpu_jpeg is not None and planned.plan.modality is Modality.IMAGE:
+                pixels = await asyncio.to_thread(gpu_jpeg, data)
+                if pixels is not None:
+                    return Decoded(pixels)
             return await self._pool.decode(data, _spec(planned, self._config), planned.field)
 
         def preprocess(planned: Planned, decoded: Decoded) -> Prepared:
