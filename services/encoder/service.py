@@ -102,7 +102,7 @@ class EncoderService:
                 raise invalid(planned.field, str(error)) from None
             return preprocessor(Image.fromarray(decoded.array), planned.plan)
 
-        batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
+        batcher = Batcher(towers.encode, min(self._config.max_num_batched_patches, towers.batch_patches))
         return Pipeline(self._store, batcher, decode, preprocess, towers.split, self._config.decode_workers)
 
 
