@@ -86,14 +86,15 @@ def _noise(*shape: int) -> np.ndarray:
 
 
 def batch(bench: Bench, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Small pictures of mixed sizes in one call to the towers, against one call for each, and against the stock model so."""
+    """Small pictures of mixed sizes in batches as the service makes them, against one by one, and the stock model one by one."""
     rng = random.Random(1)
     rows = []
     for count in counts:
         items = [bench.picture(rng.randrange(56, 225), rng.randrange(56, 225))[1] for _ in range(count)]
+        batches = _batches(items, min(BUDGET, bench.towers.batch_patches))
 
-        def packed(items: list[Prepared] = items) -> list[torch.Tensor]:
-            return [rows for (rows,) in bench.towers.encode(items)]
+        def packed(batches: list[list[Prepared]] = batches) -> list[torch.Tensor]:
+            return [rows for items in batches for (rows,) in bench.towers.encode(items)]
 
         def one_by_one(items: list[Prepared] = items) -> list[torch.Tensor]:
             return [bench.towers.encode([item])[0][0] for item in items]
@@ -110,6 +111,7 @@ def batch(bench: Bench, counts: Sequence[int], rounds: int) -> list[dict[str, An
             {
                 "pictures": count,
                 "patches": sum(item.patches for item in items),
+                "batches": len(batches),
                 "packed_cpu_ms": round(cpu["packed"] * 1e3, 1),
                 "one_by_one_cpu_ms": round(cpu["one by one"] * 1e3, 1),
                 "transformers_cpu_ms": round(cpu["transformers"] * 1e3, 1),
@@ -119,6 +121,15 @@ def batch(bench: Bench, counts: Sequence[int], rounds: int) -> list[dict[str, An
             }
         )
     return rows
+
+
+def _batches(items: Sequence[Prepared], budget: int) -> list[list[Prepared]]:
+    batches: list[list[Prepared]] = [[]]
+    for item in items:
+        if batches[-1] and sum(other.patches for other in batches[-1]) + item.patches > budget:
+            batches.append([])
+        batches[-1].append(item)
+    return batches
 
 
 @dataclass
@@ -131,7 +142,7 @@ class Times:
 
 
 def pieces(name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tuple[ItemPlan, Prepared], rounds: int) -> Any:
-    """From an item's arrival to its rows, in pieces and whole; and how long a small one waits that comes just after it."""
+    """From an item's arrival to its rows, in pieces and whole; and how long a small one takes that comes just after it."""
     times = {"pieces": Times(), "whole": Times()}
     splits = {"pieces": bench.towers.split, "whole": lambda item: [item]}
 
@@ -173,7 +184,7 @@ async def _stream(
         return next(prepared for plan, prepared in (large, small or large) if plan is planned.plan)
 
     store = Store(60)
-    pipeline = Pipeline(store, Batcher(encode, BUDGET), decode, preprocess, split, 2)
+    pipeline = Pipeline(store, Batcher(encode, min(BUDGET, towers.batch_patches)), decode, preprocess, split, 2)
 
     async def rows(plan: ItemPlan) -> tuple[float, float]:
         started, first = time.perf_counter(), 0.0

@@ -20,7 +20,7 @@ from services.models.half import choose_device, choose_dtype, load_half, paramet
 # for the products of its layers to outweigh their calls, which takes more where products are faster.
 _PIECE_PATCHES = {"cpu": 1024}
 _PIECE_PATCHES_ELSEWHERE = 4096
-_BATCH_PATCHES = {"cpu": 2048}  # what a layer makes of more is out of the caches before the next one reads it
+_BATCH_PATCHES = {"cpu": 2560}  # what a layer makes of more is out of the caches before the next one reads it
 
 
 class PatchProduct(nn.Module):
