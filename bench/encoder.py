@@ -141,7 +141,9 @@ class Times:
     beside: list[float] = field(default_factory=list)
 
 
-def pieces(name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tuple[ItemPlan, Prepared], rounds: int) -> Any:
+def pieces(
+    name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tuple[ItemPlan, Prepared], rounds: int
+) -> dict[str, Any]:
     """From an item's arrival to its rows, in pieces and whole; and how long a small one takes that comes just after it."""
     times = {"pieces": Times(), "whole": Times()}
     splits = {"pieces": bench.towers.split, "whole": lambda item: [item]}
@@ -153,7 +155,7 @@ def pieces(name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tup
     for _ in range(rounds):
         for kind in splits:
             asyncio.run(_stream(bench.towers, splits[kind], large, small, times[kind]))
-    found = {
+    return {
         "item": name,
         "patches": large[0].patches,
         "pieces": len(bench.towers.split(large[1])),
@@ -164,7 +166,6 @@ def pieces(name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tup
         "small_item_ms": round(statistics.median(times["pieces"].beside) * 1e3, 1),
         "small_item_beside_whole_ms": round(statistics.median(times["whole"].beside) * 1e3, 1),
     }
-    return [found]
 
 
 async def _stream(
@@ -223,7 +224,7 @@ def run_pieces(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), family, dtype, TOWERS[family] if not options.tiny else {})
             large = bench.picture(*PICTURE) if family == "internvl" else bench.clip(*CLIP)
-            found += pieces(name, bench, large, bench.picture(112, 112), options.rounds)
+            found.append(pieces(name, bench, large, bench.picture(112, 112), options.rounds))
     return found
 
 
