@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from bench.measure import Cost, cost_of, host_facts, interleave, median, table
 from scripts.checkpoints.blueprint import Options
@@ -35,7 +35,7 @@ from services.encoder.families import schemes_of
 from services.encoder.features import Features
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import Decoded, Prepared, Preprocessor
-from services.encoder.reader import Rows, read
+from services.encoder.reader import Chunk, read
 from services.encoder.store import Done, Store
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
@@ -71,7 +71,7 @@ class Bench:
         self._preprocess = Preprocessor(self.checkpoint, tuple(schemes_of(family)))
 
     def picture(self, width: int, height: int) -> tuple[ItemPlan, Prepared]:
-        return self._prepared(Image.fromarray(_noise(height, width)), self.checkpoint.plan_image(width, height))
+        return self._prepared(_noise(height, width), self.checkpoint.plan_image(width, height))
 
     def clip(self, width: int, height: int, frames: int) -> tuple[ItemPlan, Prepared]:
         (plan,) = self.checkpoint.plan([Clip(width, height, frames, 2.0)], ALL_FRAMES)
@@ -189,10 +189,10 @@ async def _stream(
 
     async def rows(plan: ItemPlan) -> tuple[float, float]:
         started, first = time.perf_counter(), 0.0
-        async with aclosing(read(store, [(pipeline.submit(Planned(plan, ""), b""), 0)], 1 << 20)) as events:
+        async with aclosing(read(store, [(pipeline.submit(uuid.uuid4().bytes, Planned(plan, ""), b""), 0)], 1 << 20)) as events:
             async for _, event in events:
                 now = time.perf_counter() - started
-                if isinstance(event, Rows):
+                if isinstance(event, Chunk):
                     first = first or now
                 elif isinstance(event, Done):
                     return first, now

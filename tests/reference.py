@@ -46,6 +46,11 @@ class Clip:
     frames: np.ndarray
     fps: float
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a processor is told of them."""
+        return dict(fps=self.fps, total_num_frames=len(self.frames), frames_indices=[*range(len(self.frames))])
+
 
 Part = str | bytes | Sound | Clip
 
@@ -231,8 +236,7 @@ class Oracle:
             return own(self.processor, ask.messages())
         settings: dict[str, Any] = {}
         if ask.clips:
-            facts = [dict(fps=c.fps, total_num_frames=len(c.frames), frames_indices=[*range(len(c.frames))]) for c in ask.clips]
-            settings = dict(do_sample_frames=False, video_metadata=[facts])
+            settings = dict(do_sample_frames=False, video_metadata=[[clip.facts for clip in ask.clips]])
         return self.processor.apply_chat_template(
             ask.messages(),
             self.processor.chat_template or self.processor.tokenizer.chat_template,

@@ -37,6 +37,13 @@ def demuxer(data: bytes) -> str | None:
     return None
 
 
+def sound_codec(stream: Any) -> str | None:
+    """FFmpeg's name of a stream's codec; None for one that is not listed here."""
+    context = stream.codec_context
+    name = None if context is None else context.codec.canonical_name
+    return name if name in SOUND_CODECS else None
+
+
 @contextmanager
 def opened(data: bytes, unreadable: str) -> Iterator[InputContainer]:
     """The file, open.
@@ -71,16 +78,21 @@ def packets(container: InputContainer, stream: Any) -> Iterator[Any]:
         yield av.Packet()
 
 
+def frames_of(stream: Any, packet: Any) -> list[Any]:
+    """The frames that come of a packet; none where it does not decode."""
+    try:
+        frames: list[Any] = stream.codec_context.decode(packet if packet.size else None)
+    except MemoryError:
+        raise
+    except av.FFmpegError:
+        return []
+    return frames
+
+
 def decoded(container: InputContainer, stream: Any) -> Iterator[Any]:
     """The stream's frames in the order of showing, without those that do not decode."""
     for packet in packets(container, stream):
-        try:
-            frames = stream.codec_context.decode(packet if packet.size else None)
-        except MemoryError:
-            raise
-        except av.FFmpegError:
-            continue
-        yield from frames
+        yield from frames_of(stream, packet)
 
 
 def _nothing_else(url: str, flags: int, options: object) -> Any:

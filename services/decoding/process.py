@@ -23,7 +23,7 @@ import numpy as np
 import services
 from services.decoding import wire
 from services.decoding.refusals import TEXTS, Refused
-from services.decoding.specs import Decoded, Facts, ImageSpec, Spec, VideoSpec, to_header
+from services.decoding.specs import Array, Decoded, Facts, ImageSpec, SoundFactsSpec, Spec, VideoFactsSpec, VideoSpec, to_header
 
 START_SECONDS = 60.0
 _GRACE_SECONDS = 1.0  # for the worker's own timer, which fires first
@@ -213,7 +213,22 @@ def _checked(reply: dict[str, Any], spec: Spec, memory: int) -> Decoded:
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # fails while the worker could still change it
     count = math.prod(shape)
     mapping = mmap.mmap(memory, count * np.dtype(spec.dtype).itemsize, access=mmap.ACCESS_COPY)
-    return Decoded(np.frombuffer(mapping, spec.dtype, count).reshape(shape), Facts(times, replaced))
+    array = np.frombuffer(mapping, spec.dtype, count).reshape(shape)
+    if isinstance(spec, VideoFactsSpec):
+        return Decoded(array, _clip_facts(reply, array, spec))
+    if isinstance(spec, SoundFactsSpec) and not 0 < array[0] <= spec.max_samples:
+        raise ValueError("no such length")
+    return Decoded(array, Facts(times, replaced))
+
+
+def _clip_facts(reply: dict[str, Any], times: Array, spec: VideoFactsSpec) -> Facts:
+    """What is said of a video; ValueError where it cannot be."""
+    facts = Facts(width=_count(reply["width"]), height=_count(reply["height"]), fps=float(reply["fps"]))
+    if not 0 < facts.width * facts.height <= spec.max_pixels or not 0 < facts.fps < math.inf:
+        raise ValueError("no such size or rate")
+    if times[0] != 0 or not np.isfinite(times).all() or not (np.diff(times) >= 0).all():
+        raise ValueError("no such times")
+    return facts
 
 
 def _count(value: object) -> int:

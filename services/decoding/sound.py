@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import soxr
+from av.container import InputContainer
 
-from services.decoding.containers import SOUND_CODECS, decoded, opened
+from services.decoding.containers import frames_of, opened, packets, sound_codec
+from services.decoding.packet_samples import PacketSamples
 from services.decoding.refusals import Refused
 from services.decoding.specs import Allocate, Array, Facts, SoundSpec
 
@@ -16,22 +18,42 @@ MOST_CHANNELS = 8
 _SCALES = {"u8": 2.0**7, "s16": 2.0**15, "s32": 2.0**31, "flt": 1.0, "dbl": 1.0}  # samples that make 1.0
 
 
-def decode_sound(data: bytes, spec: SoundSpec, allocate: Allocate) -> Facts:
-    """The mean of the channels, resampled, up to what is heard.
+def sound_stream(container: InputContainer) -> Any:
+    """The first stream of sound.
 
-    A recording of ``n`` samples has ``ceil(n * spec.rate / rate)`` then, as librosa has it.
+    Raises:
+        Refused: there is none, or its codec, rate or channels are not taken.
+    """
+    if not container.streams.audio:
+        raise Refused("AUDIO_MISSING")
+    stream = container.streams.audio[0]
+    if sound_codec(stream) is None:
+        raise Refused("AUDIO_UNREADABLE")
+    context = stream.codec_context
+    context.thread_count = 1
+    least, most = RATES
+    if not least <= context.sample_rate <= most:
+        raise Refused("AUDIO_RATE", requested=context.sample_rate, least=least, limit=most)
+    if context.channels > MOST_CHANNELS:
+        raise Refused("AUDIO_CHANNELS", requested=context.channels, limit=MOST_CHANNELS)
+    return stream
+
+
+def resampled(samples: int, rate: int, wanted: int) -> int:
+    """Samples at the wanted rate that become of those at another, as librosa has it."""
+    return -(-samples * wanted // rate)
+
+
+def decode_sound(data: bytes, spec: SoundSpec, allocate: Allocate) -> Facts:
+    """The mean of the channels, resampled, up to what is heard; in place of packets that do not decode there is silence.
+
+    A recording of ``n`` samples has ``ceil(n * spec.rate / rate)`` then, as many as its packets promised.
 
     Raises:
         Refused: the bytes are no recording, it is empty, too long, or has a rate, channels or samples that are not taken.
     """
     with opened(data, "AUDIO_UNREADABLE") as container:
-        if not container.streams.audio:
-            raise Refused("AUDIO_MISSING")
-        stream = container.streams.audio[0]
-        if stream.codec_context is None or stream.codec_context.codec.canonical_name not in SOUND_CODECS:
-            raise Refused("AUDIO_UNREADABLE")
-        stream.codec_context.thread_count = 1
-        parts = _heard(container, stream, spec)
+        parts = _heard(container, sound_stream(container), spec)
     samples = np.concatenate(parts) if parts else np.empty(0, np.float32)
     if not samples.size:
         raise Refused("AUDIO_EMPTY")
@@ -41,23 +63,29 @@ def decode_sound(data: bytes, spec: SoundSpec, allocate: Allocate) -> Facts:
     return Facts()
 
 
-def _heard(container: Any, stream: Any, spec: SoundSpec) -> list[Array]:
-    """Resampled pieces, as many as are heard."""
+def _heard(container: InputContainer, stream: Any, spec: SoundSpec) -> list[Array]:
+    """Resampled pieces, as many as are heard; none where nothing decodes."""
     most = spec.max_samples if spec.samples is None else spec.samples
+    resample = _Resample(stream.codec_context.sample_rate, spec.rate)
+    promised = PacketSamples(stream)
     parts: list[Array] = []
-    resample: _Resample | None = None
-    for frame in decoded(container, stream):
-        if resample is None:
-            resample = _Resample(_checked_rate(frame), spec.rate)
-        if frame.sample_rate != resample.rate:
-            raise Refused("AUDIO_UNREADABLE")
-        parts.append(resample(_mono(frame)))
-        if resample.given > most:
+    decodes = False
+    for packet in packets(container, stream):
+        pieces = []
+        for frame in frames_of(stream, packet):
+            if frame.sample_rate != resample.rate:
+                raise Refused("AUDIO_UNREADABLE")
+            pieces.append(_mono(frame))
+        decodes = decodes or bool(pieces)
+        samples = np.concatenate(pieces) if pieces else np.empty(0, np.float32)
+        parts.append(resample(_of_length(samples, promised.take(packet)) if promised.known else samples))
+        if resample.given > most and decodes:
             break
     else:
-        if resample is not None:
-            parts.append(resample.rest())
-    excess = 0 if resample is None else resample.given - most
+        parts.append(resample.rest())
+    if not decodes:
+        return []
+    excess = resample.given - most
     if excess > 0:
         if spec.samples is None:
             raise Refused("AUDIO_TOO_LONG", limit=spec.max_samples, rate=spec.rate)
@@ -67,11 +95,9 @@ def _heard(container: Any, stream: Any, spec: SoundSpec) -> list[Array]:
     return parts
 
 
-def _checked_rate(frame: Any) -> int:
-    rate, (least, most) = frame.sample_rate, RATES
-    if not least <= rate <= most:
-        raise Refused("AUDIO_RATE", requested=rate, least=least, limit=most)
-    return int(rate)
+def _of_length(samples: Array, length: int) -> Array:
+    """The same, cut or with silence behind it."""
+    return samples[:length] if len(samples) >= length else np.pad(samples, (0, length - len(samples)))
 
 
 def _mono(frame: Any) -> Array:
@@ -111,7 +137,7 @@ class _Resample:
 
     def rest(self) -> Array:
         """What is still inside, so that there are ``ceil(taken * wanted / rate)`` in all."""
-        missing = -(-self._taken * self._wanted // self.rate) - self.given
+        missing = resampled(self._taken, self.rate, self._wanted) - self.given
         out = np.zeros(missing, np.float32)
         if self._stream is not None:
             tail = self._stream.resample_chunk(np.empty(0, np.float32), last=True)[:missing]

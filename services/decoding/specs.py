@@ -18,7 +18,7 @@ class ImageSpec:
 
     max_pixels: int
 
-    word = "image"
+    kind = word = "image"
     dtype = np.uint8
     dimensions = 3
 
@@ -42,7 +42,7 @@ class SoundSpec:
     samples: int | None = None
     rate: int = 16000
 
-    word = "audio"
+    kind = word = "audio"
     dtype = np.float32
     dimensions = 1
 
@@ -66,7 +66,7 @@ class VideoSpec:
     max_pixels: int
     max_bytes: int
 
-    word = "video"
+    kind = word = "video"
     dtype = np.uint8
     dimensions = 4
 
@@ -76,13 +76,55 @@ class VideoSpec:
         return min(self.max_bytes, 3 * self.max_pixels * len(self.frames))
 
 
-Spec = ImageSpec | SoundSpec | VideoSpec
-_KINDS: dict[str, type[Spec]] = {kind.word: kind for kind in (ImageSpec, SoundSpec, VideoSpec)}
+@dataclass(frozen=True)
+class SoundFactsSpec:
+    """How long a recording is, as int64 [1]: the samples that a :class:`SoundSpec` would yield.
+
+    Attributes:
+        max_samples: longest recording.
+        max_packets: most packets that are read.
+        rate: samples a second.
+    """
+
+    max_samples: int
+    max_packets: int
+    rate: int = 16000
+
+    kind, word = "audio facts", "audio"
+    dtype = np.int64
+    dimensions = 1
+    most_bytes = 8
+
+
+@dataclass(frozen=True)
+class VideoFactsSpec:
+    """When the frames of a video are shown, as float64 [frames] in seconds from the first, ascending.
+
+    Attributes:
+        max_pixels: largest width times height of a frame.
+        max_packets: most packets that are read.
+    """
+
+    max_pixels: int
+    max_packets: int
+
+    kind, word = "video facts", "video"
+    dtype = np.float64
+    dimensions = 1
+
+    @property
+    def most_bytes(self) -> int:
+        """Largest result."""
+        return 8 * self.max_packets
+
+
+Spec = ImageSpec | SoundSpec | VideoSpec | SoundFactsSpec | VideoFactsSpec
+_KINDS: dict[str, type[Spec]] = {kind.kind: kind for kind in (ImageSpec, SoundSpec, VideoSpec, SoundFactsSpec, VideoFactsSpec)}
 
 
 def to_header(spec: Spec) -> dict[str, Any]:
     """As what JSON can hold."""
-    return {"kind": spec.word, **asdict(spec)}
+    return {"kind": spec.kind, **asdict(spec)}
 
 
 def from_header(header: Mapping[str, Any]) -> Spec:
@@ -102,10 +144,15 @@ class Facts:
         times: of a video, when each frame is shown, in seconds from the first; of the frame that was taken where another
             one was asked for and is damaged.
         replaced: of a video, how many frames are such stand-ins.
+        width, height: of a video whose facts are read, a frame in pixels, turned as a player shows it; else 0.
+        fps: of such a video, frames a second, on average.
     """
 
     times: tuple[float, ...] = ()
     replaced: int = 0
+    width: int = 0
+    height: int = 0
+    fps: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import av
@@ -14,6 +16,8 @@ from av.container import InputContainer
 from services.decoding.containers import VIDEO_CODECS, decoded, opened, packets
 from services.decoding.refusals import Refused
 from services.decoding.specs import Allocate, Array, Facts, VideoSpec
+
+_MATRIX = re.compile(r"Display Matrix: rotation of (-?\d+\.\d+) degrees")
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,14 @@ class Timeline:
         keys: those of frames that need no other.
         unit: seconds of one step.
         stamped: whether frames carry these stamps.
+        fps: frames a second, on average.
     """
 
     shown: tuple[int, ...]
     keys: tuple[int, ...]
     unit: float
     stamped: bool
+    fps: float
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -38,10 +44,16 @@ class Timeline:
         return tuple((stamp - self.shown[0]) * self.unit for stamp in self.shown)
 
 
-def read_timeline(container: InputContainer, stream: Any) -> Timeline:
-    """Read all packets; those that an edit list cuts off are not shown."""
+def read_timeline(container: InputContainer, stream: Any, max_packets: int | None = None) -> Timeline:
+    """Read all packets; those that an edit list cuts off are not shown.
+
+    Raises:
+        Refused: there are more than ``max_packets``.
+    """
     stamps, keys, count, stamped = [], [], 0, True
-    for packet in packets(container, stream):
+    for number, packet in enumerate(packets(container, stream)):
+        if max_packets is not None and number > max_packets:  # the last one is empty
+            raise Refused("VIDEO_PACKETS", limit=max_packets)
         if not packet.size or packet.is_discard:
             continue
         count += 1
@@ -51,9 +63,13 @@ def read_timeline(container: InputContainer, stream: Any) -> Timeline:
         stamps.append(packet.pts)
         if packet.is_keyframe:
             keys.append(packet.pts)
-    if stamped:
-        return Timeline(tuple(sorted(stamps)), tuple(sorted(keys)), float(stream.time_base), True)
-    return Timeline(tuple(range(count)), (), 1 / float(stream.average_rate or 25), False)
+    rate = stream.average_rate or Fraction(25)
+    if not stamped:
+        return Timeline(tuple(range(count)), (), float(1 / rate), False, float(rate))
+    stamps.sort()
+    span = (stamps[-1] - stamps[0]) * stream.time_base if stamps else 0
+    fps = (count - 1) / span if span else rate
+    return Timeline(tuple(stamps), tuple(sorted(keys)), float(stream.time_base), True, float(fps))
 
 
 def picture_stream(container: InputContainer) -> Any:
@@ -72,14 +88,43 @@ def picture_stream(container: InputContainer) -> Any:
     return stream
 
 
+def shown_size(container: InputContainer, stream: Any, max_pixels: int) -> tuple[int, int]:
+    """Width and height of its frames as a player shows them, from the headers.
+
+    Raises:
+        Refused: they do not say it, or it is larger than ``max_pixels``.
+    """
+    context = stream.codec_context
+    if not context.width or not context.height:
+        raise Refused("VIDEO_UNREADABLE")
+    _check_pixels(context.width, context.height, max_pixels)
+    return (context.width, context.height) if _quarters(container, stream) % 2 == 0 else (context.height, context.width)
+
+
+def _quarters(container: InputContainer, stream: Any) -> int:
+    """Quarters of a turn in the stream's display matrix, which PyAV shows nowhere but in FFmpeg's own description of a file."""
+    described: Any = container  # its types leave the method out
+    before = av.logging.get_level()
+    av.logging.set_level(av.logging.INFO)
+    try:
+        text = described.dumps_format()
+    finally:
+        av.logging.set_level(before)
+    found = _MATRIX.search(text.partition(f"Stream #0:{stream.index}")[2].partition("Stream #0:")[0])
+    return round(float(found[1]) / 90) if found else 0
+
+
 def decode_video(data: bytes, spec: VideoSpec, allocate: Allocate) -> Facts:
-    """The frames of ``spec.frames``, turned as a player shows them; in place of a damaged one the good one nearest in time.
+    """The frames of ``spec.frames``, turned as a player shows them and of the size that the headers say; in place of a damaged
+    one the good one nearest in time.
 
     Raises:
         Refused: the bytes are no video, it has no frame that decodes, fewer frames than planned, or ones that are too large.
     """
     with opened(data, "VIDEO_UNREADABLE") as container:
-        timeline = read_timeline(container, picture_stream(container))
+        stream = picture_stream(container)
+        width, height = shown_size(container, stream, spec.max_pixels)
+        timeline = read_timeline(container, stream)
     if not timeline.shown:
         raise Refused("VIDEO_EMPTY")
     if max(spec.frames) >= len(timeline.shown):
@@ -93,7 +138,7 @@ def decode_video(data: bytes, spec: VideoSpec, allocate: Allocate) -> Facts:
             stamp, frame = reader.nearest(timeline.shown[index])
             places = [place for place, wanted in enumerate(spec.frames) if wanted == index]
             replaced += len(places) * (stamp != timeline.shown[index])
-            pixels = _pixels(frame, spec, None if out is None else (out.shape[1], out.shape[2]))
+            pixels = _pixels(frame, width, height, spec.max_pixels)
             if out is None:
                 out = _room(pixels, spec, allocate)
             for place in places:
@@ -109,17 +154,18 @@ def _room(pixels: Array, spec: VideoSpec, allocate: Allocate) -> Array:
     return allocate((len(spec.frames), *pixels.shape), np.uint8)
 
 
-def _pixels(frame: Any, spec: VideoSpec, size: tuple[int, int] | None) -> Array:
-    """uint8 [height, width, 3] of a frame; scaled to ``size`` where the video changes its size on the way."""
-    if frame.width * frame.height > spec.max_pixels:
-        raise Refused(
-            "VIDEO_TOO_LARGE", width=frame.width, height=frame.height, limit=spec.max_pixels,
-            requested=frame.width * frame.height,
-        )  # fmt: skip
+def _pixels(frame: Any, width: int, height: int, max_pixels: int) -> Array:
+    """uint8 [height, width, 3] of a frame, scaled where it is stored in another size."""
+    _check_pixels(frame.width, frame.height, max_pixels)
     quarters = round(frame.rotation / 90) % 4  # counterclockwise
-    height, width = (frame.height, frame.width) if size is None else (size if quarters % 2 == 0 else size[::-1])
+    width, height = (width, height) if quarters % 2 == 0 else (height, width)
     pixels: Array = np.rot90(frame.reformat(width=width, height=height, format="rgb24").to_ndarray(), quarters)
     return pixels
+
+
+def _check_pixels(width: int, height: int, limit: int) -> None:
+    if width * height > limit:
+        raise Refused("VIDEO_TOO_LARGE", width=width, height=height, limit=limit, requested=width * height)
 
 
 class _Reader:

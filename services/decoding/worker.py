@@ -17,21 +17,29 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from services.decoding import sandbox, wire
+from services.decoding.facts import read_sound, read_video
 from services.decoding.images import decode_image
 from services.decoding.refusals import Refused
 from services.decoding.sound import decode_sound
-from services.decoding.specs import Array, Facts, from_header
+from services.decoding.specs import Array, Facts, ImageSpec, SoundFactsSpec, SoundSpec, VideoFactsSpec, VideoSpec, from_header
 from services.decoding.video import decode_video
 
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 64
-_DECODERS: dict[str, Callable[..., Facts]] = {"image": decode_image, "audio": decode_sound, "video": decode_video}
+_DECODERS: dict[str, Callable[..., Facts]] = {
+    ImageSpec.kind: decode_image,
+    SoundSpec.kind: decode_sound,
+    VideoSpec.kind: decode_video,
+    SoundFactsSpec.kind: read_sound,
+    VideoFactsSpec.kind: read_video,
+}
 
 
 class _Result:
@@ -89,7 +97,7 @@ def _answer(header: dict[str, Any], data: bytes, target: int) -> dict[str, Any]:
     result = _Result(target)
     try:
         facts = _DECODERS[header["kind"]](data, from_header(header), result.allocate)
-        return {"shape": result.shape, "times": facts.times, "replaced": facts.replaced}
+        return {"shape": result.shape, **asdict(facts)}
     except Refused as refused:
         return {"refused": refused.code, "figures": refused.figures}
     except MemoryError:

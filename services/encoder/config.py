@@ -25,6 +25,12 @@ class EncoderConfig(ServiceConfig):
     max_num_batched_patches: int = option(16384, "patches that go through the towers in one batch")
     max_pending_items: int = option(256, "items accepted and not yet encoded; more are refused")
     max_held_bytes: int = option(4 * 1024**3, "media and embeddings held; more media are refused")
+    embedding_cache_bytes: int = option(1024**3, "embeddings kept that nobody holds, until there is no room; part of those held")
+    fleet_cache_url: str = option("", "redis:// URL of a Valkey or Redis server in which encoders share embeddings; empty: none")
+    fleet_cache_max_item_bytes: int = option(64 * 1024**2, "embeddings of one item that are kept there")
+    fleet_cache_seconds: float = option(3600.0, "they are kept there for so long")
+    fleet_cache_timeout: float = option(0.5, "seconds that one call of that server may take")
+    shared_memory: str = option("auto", "whether language models on this host read embeddings where they lie", ["auto", "off"])
     max_item_bytes: int = option(20 * 1024**2, "largest file of one item")
     max_pixels: int = option(50_000_000, "largest picture, read from its header before it is decoded")
     max_audio_seconds: float = option(600.0, "longest recording, as much of it as the model hears")
@@ -36,6 +42,10 @@ class EncoderConfig(ServiceConfig):
         super().__post_init__()
         if self.threads < 0:
             raise ValueError(f"--threads must not be negative, got {self.threads}")
+        if self.fleet_cache_url and not self.fleet_cache_url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("--fleet-cache-url must look like redis://host:6379/0, rediss://... or unix:///path/to/socket")
+        if self.embedding_cache_bytes < 0:
+            raise ValueError(f"--embedding-cache-bytes must not be negative, got {self.embedding_cache_bytes}")
         for name in (
             "decode_workers",
             "decode_memory_bytes",
@@ -49,6 +59,9 @@ class EncoderConfig(ServiceConfig):
             "max_video_frames",
             "max_chunk_bytes",
             "lease_seconds",
+            "fleet_cache_max_item_bytes",
+            "fleet_cache_seconds",
+            "fleet_cache_timeout",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(self, name)}")

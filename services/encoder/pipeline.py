@@ -12,9 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import grpc
+import torch
 
 from services.common import logs
 from services.common.errors import ServiceError
@@ -22,11 +23,14 @@ from services.decoding.specs import Decoded
 from services.encoder import metrics
 from services.encoder.batcher import Batcher, Turn
 from services.encoder.features import Features
+from services.encoder.fleet_cache import FleetCache, Stored
 from services.encoder.preprocess import Prepared
+from services.encoder.pruning import rows_left
 from services.encoder.store import Done, Entry, Header, Store
 from services.models.media import Grid, ItemPlan
 
 logger = logging.getLogger(__name__)
+_LONG_COPY = 4 * 1024**2  # bytes; about a millisecond
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,20 @@ class Pipeline:
         preprocess: makes the towers' inputs of them; called in threads.
         split: cuts those into pieces whose rows, one behind the other, are the item's.
         at_once: items decoded and preprocessed at the same time.
+        fleet: rows that other encoders made, if they share them.
     """
 
     def __init__(
-        self, store: Store, batcher: Batcher, decode: Decode, preprocess: Preprocess, split: Split, at_once: int
+        self,
+        store: Store,
+        batcher: Batcher,
+        decode: Decode,
+        preprocess: Preprocess,
+        split: Split,
+        at_once: int,
+        fleet: FleetCache | None = None,
     ) -> None:
+        self._fleet = fleet
         self._store = store
         self._batcher = batcher
         self._decode = decode
@@ -72,16 +85,35 @@ class Pipeline:
         self._places = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, "preprocess")
 
-    def submit(self, planned: Planned, data: bytes) -> str:
-        """Start on an item and return its ref at once; the media is let go of as soon as it is decoded."""
-        entry = self._store.add(len(data))
-        entry.work = asyncio.create_task(self._run(entry, planned, data), name=f"encode {entry.ref_id}")
-        return entry.ref_id
+    def submit(self, key: bytes, planned: Planned, data: bytes) -> str:
+        """A ref to the item that ``key`` names; work on it starts where it is not there or under way.
+
+        The media is let go of as soon as it is decoded.
+        """
+        ref = self._store.claim(key, len(data))
+        if not ref.found:
+            ref.entry.work = asyncio.create_task(self._fill(ref.entry, planned, data), name=f"encode {ref.ref_id}")
+        return ref.ref_id
+
+    async def _fill(self, entry: Entry, planned: Planned, data: bytes) -> None:
+        """Rows from the fleet's cache where they are there, else from the towers."""
+        stored = await self._fleet.get(entry.key) if self._fleet else None
+        if stored is not None and (stored.header.rows, stored.header.grid) == (planned.plan.rows, planned.plan.grid):
+            self._store.open(entry, stored.header)
+            self._store.append(entry, [*stored.features])
+            self._store.finish(entry, Done(0.0, 0.0))
+            metrics.items.labels("found").inc()
+            return
+        await self._run(entry, planned, data)
+        if self._fleet and entry.done and entry.header and entry.rows:
+            await self._fleet.put(entry.key, Stored(entry.header, entry.rows.features))
 
     async def stop(self) -> None:
         """Drop all items and end the threads."""
         self._store.clear()
         await self._batcher.stop()
+        if self._fleet:
+            await self._fleet.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def _run(self, entry: Entry, planned: Planned, data: bytes) -> None:
@@ -120,20 +152,42 @@ class Pipeline:
 
     async def _encode(self, entry: Entry, planned: Planned, prepared: Prepared, turn: Turn) -> None:
         """All rows into the store, piece by piece. Pieces share the inputs, which are held until the last is through."""
-        grid, inputs, rows = prepared.grid, prepared.nbytes, 0
-        self._store.hold(entry, inputs)
+        grid, rows = prepared.grid, 0
+        self._store.hold(entry, prepared.nbytes)
         _check_plan(planned, grid, None, last=False)
         pieces = self._split(prepared)
-        left = len(pieces)
+        left, whole = len(pieces), []
         async with aclosing(self._batcher.encode(turn, pieces)) as parts:
             async for features in parts:
                 rows, left = rows + len(features[0]), left - 1
                 _check_plan(planned, grid, rows, last=left == 0)
+                if planned.plan.whole_rows:
+                    whole.append(features)
+                    self._store.hold(entry, entry.held_bytes + sum(part.nbytes for part in features))
+                    continue
                 if entry.header is None:
                     self._store.open(entry, _header(planned.plan.rows, grid, features))
-                    self._store.hold(entry, inputs)
-                self._store.append(entry, features)
-        self._store.hold(entry, entry.held_bytes - inputs)
+                await self._append(entry, features)
+        if whole:
+            kept, features = await asyncio.to_thread(_prune, whole, planned.plan)
+            self._store.open(entry, replace(_header(planned.plan.rows, grid, features), kept=tuple(kept.tolist())))
+            await self._append(entry, features)
+
+    async def _append(self, entry: Entry, features: Features) -> None:
+        """The next rows into the store; a thread copies them where that would hold up the event loop."""
+        if sum(part.nbytes for part in features) < _LONG_COPY:
+            self._store.append(entry, features)
+        else:
+            assert entry.rows is not None, "append comes after open"
+            await asyncio.to_thread(entry.rows.write, entry.ready_rows, features)
+            self._store.advance(entry, len(features[0]))
+
+
+def _prune(parts: Sequence[Features], plan: ItemPlan) -> tuple[torch.Tensor, Features]:
+    """Which rows are left of all parts', and those."""
+    whole = [torch.cat(feature) for feature in zip(*parts, strict=True)]
+    kept = rows_left(whole[0], plan.grid, plan.rows)
+    return kept, [feature[kept] for feature in whole]
 
 
 def _check_plan(planned: Planned, grid: Grid, rows: int | None, last: bool) -> None:
@@ -146,13 +200,14 @@ def _check_plan(planned: Planned, grid: Grid, rows: int | None, last: bool) -> N
         last: whether that is all.
     """
     plan = planned.plan
-    same_rows = rows is None or rows == plan.rows or (rows < plan.rows and not last)
+    most = plan.whole_rows or plan.rows
+    same_rows = rows is None or rows == most or (rows < most and not last)
     same_grid = grid == plan.grid or not planned.check_grid
     if same_rows and same_grid:
         return
     metrics.estimate_mismatch.inc()
-    metadata: dict[str, object] = {"planned": plan.rows}
-    text = f"{plan.rows} rows were planned for this {plan.modality.word}"
+    metadata: dict[str, object] = {"planned": most}
+    text = f"{most} rows were planned for this {plan.modality.word}"
     if rows is not None:
         metadata["actual"] = rows
         text += f" and it has {rows}{'' if last else ' or more'}"

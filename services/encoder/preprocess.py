@@ -1,4 +1,4 @@
-"""A decoded medium to the towers' inputs, by the checkpoint's own processors. Knows nothing of batches."""
+"""A decoded medium to the towers' inputs, with the checkpoint's own settings. Knows nothing of batches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from services.encoder.families import schemes_of
 from services.encoder.features import Inputs
+from services.encoder.pixels import copying_nothing, view
 from services.models.checkpoint import Checkpoint
 from services.models.hf import transformers
 from services.models.media import Grid, ItemPlan, Modality
 
-# A picture of mode RGB; frames [frames, height, width, 3] of uint8; or one channel of float32 samples at the model's rate.
-Decoded = Image.Image | np.ndarray
+# uint8 [height, width, 3] or [frames, height, width, 3]; or one channel of float32 samples at the model's rate.
+Decoded = np.ndarray
 
 # The classes that AutoProcessor would choose from; the whole processor also needs what only text is prepared with.
 _AUTO = {Modality.IMAGE: "AutoImageProcessor", Modality.AUDIO: "AutoFeatureExtractor", Modality.VIDEO: "AutoVideoProcessor"}
@@ -55,10 +55,10 @@ class Preprocessor:
     def __init__(self, checkpoint: Checkpoint, modalities: Collection[Modality]) -> None:
         self._checkpoint = checkpoint
         self._schemes = schemes_of(checkpoint.family.model_type)
-        self._processors: dict[Modality, Any] = {
-            modality: getattr(transformers, _AUTO[modality]).from_pretrained(checkpoint.path, local_files_only=True)
-            for modality in modalities
-        }
+        self._processors: dict[Modality, Any] = {}
+        for modality in modalities:
+            processor = getattr(transformers, _AUTO[modality]).from_pretrained(checkpoint.path, local_files_only=True)
+            self._processors[modality] = processor if modality is Modality.AUDIO else copying_nothing(processor)
 
     def check_size(self, width: int, height: int) -> None:
         """Raise a ValueError whose text a client may see if the model cannot take a picture of this size."""
@@ -66,8 +66,9 @@ class Preprocessor:
 
     def __call__(self, medium: Decoded, plan: ItemPlan) -> Prepared:
         """The towers' inputs for what was decoded."""
-        if isinstance(medium, np.ndarray) and plan.modality is Modality.VIDEO:
+        if plan.modality is Modality.VIDEO:
             assert len(medium) == len(plan.frames), f"{len(medium)} frames were decoded of {len(plan.frames)} planned"
         scheme = self._schemes[plan.modality]
-        inputs = scheme.prepare(self._processors[plan.modality], medium, plan)
+        seen = medium if plan.modality is Modality.AUDIO else view(medium)
+        inputs = scheme.prepare(self._processors[plan.modality], seen, plan)
         return Prepared(plan.modality, inputs, scheme.grid(inputs, plan, self._checkpoint.config), plan.patches)

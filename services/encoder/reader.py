@@ -13,11 +13,27 @@ from dataclasses import dataclass
 import torch
 
 from services.common.errors import ServiceError, invalid
-from services.encoder.store import Done, Entry, Header, Store
+from services.common.shared_memory import Address
+from services.encoder.store import Done, Header, Ref, Store
 
 
 @dataclass(frozen=True)
-class Rows:
+class Shared:
+    """Header of an item whose rows are read where they lie."""
+
+    header: Header
+    address: Address
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first ``rows`` rows of every feature can be read where they lie."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
+class Chunk:
     """Consecutive rows of one feature.
 
     Attributes:
@@ -33,10 +49,12 @@ class Rows:
     rows: torch.Tensor  # [num_rows, hidden]
 
 
-Event = Header | Rows | Done | ServiceError
+Event = Header | Shared | Chunk | Ready | Done | ServiceError
 
 
-async def read(store: Store, wanted: Sequence[tuple[str, int]], max_chunk_bytes: int) -> AsyncGenerator[tuple[int, Event], None]:
+async def read(
+    store: Store, wanted: Sequence[tuple[str, int]], max_chunk_bytes: int, *, shared: bool = False
+) -> AsyncGenerator[tuple[int, Event], None]:
     """Events of refs as they come, each with the index of its ref.
 
     An item starts with its header and ends with ``Done`` or an error; others go on. Close the iterator to leave early.
@@ -45,15 +63,16 @@ async def read(store: Store, wanted: Sequence[tuple[str, int]], max_chunk_bytes:
         store: where the refs are.
         wanted: ref id and first row wanted.
         max_chunk_bytes: a chunk of rows is not larger, unless a single row is.
+        shared: whether the reader can open this process's memory: rows that lie in such are not sent.
     """
     wake = asyncio.Event()
-    with store.reading([ref_id for ref_id, _ in wanted], wake) as entries:
+    with store.reading([ref_id for ref_id, _ in wanted], wake) as reading:
         items: dict[int, Iterator[Event | None]] = {}
-        for index, ((ref_id, start_row), entry) in enumerate(zip(wanted, entries, strict=True)):
-            if entry is None:
+        for index, ((ref_id, start_row), ref) in enumerate(zip(wanted, reading.refs, strict=True)):
+            if ref is None:
                 yield index, store.not_found(ref_id)
             else:
-                items[index] = _events(entry, start_row, max_chunk_bytes, f"items[{index}].start_row")
+                items[index] = _Item(ref, start_row, max_chunk_bytes, shared, f"items[{index}].start_row").events()
         while items:
             wake.clear()
             found = _first(items)
@@ -63,7 +82,8 @@ async def read(store: Store, wanted: Sequence[tuple[str, int]], max_chunk_bytes:
             index, event = found
             if isinstance(event, Done | ServiceError):
                 del items[index]
-            yield index, event
+            with reading.busy():
+                yield index, event
 
 
 def _first(items: dict[int, Iterator[Event | None]]) -> tuple[int, Event] | None:
@@ -74,32 +94,62 @@ def _first(items: dict[int, Iterator[Event | None]]) -> tuple[int, Event] | None
     return None
 
 
-def _events(entry: Entry, start_row: int, max_chunk_bytes: int, field: str) -> Iterator[Event | None]:
-    """The events of one item; None wherever the next one is not there yet."""
-    while entry.header is None and entry.error is None:
-        yield None
-    if entry.header is not None and entry.error is None:
-        header = entry.header
-        if start_row > header.rows:
-            yield invalid(field, f"row {start_row} is wanted of an item of {header.rows} rows")
-            return
-        yield header
-        yield from _rows(entry, header, start_row, max(1, max_chunk_bytes // header.row_bytes))
-    while entry.pending:
-        yield None
-    yield entry.error or entry.done
+@dataclass(frozen=True)
+class _Item:
+    """What one reader wants of one ref."""
 
+    ref: Ref
+    start_row: int
+    max_chunk_bytes: int
+    shared: bool
+    field: str
 
-def _rows(entry: Entry, header: Header, row: int, step: int) -> Iterator[Event | None]:
-    """Rows from ``row`` on, at most ``step`` at a time and all features of them before the next; ends early on an error."""
-    while row < header.rows:
-        if entry.error is not None:
-            return
-        part = next((part for part in entry.parts if part.start <= row < part.stop), None)
-        if part is None:
+    @property
+    def error(self) -> ServiceError | None:
+        return self.ref.error or self.ref.entry.error
+
+    def events(self) -> Iterator[Event | None]:
+        """All events; None wherever the next one is not there yet."""
+        entry = self.ref.entry
+        while entry.header is None and self.error is None:
             yield None
-            continue
-        stop = min(row + step, part.stop)
-        for index, feature in enumerate(part.features):
-            yield Rows(index, row, header.rows, feature[row - part.start : stop - part.start])
-        row = stop
+        if entry.header is not None and self.error is None:
+            header = entry.header
+            if self.start_row > header.rows:
+                yield invalid(self.field, f"row {self.start_row} is wanted of an item of {header.rows} rows")
+                return
+            assert entry.rows is not None, "an item with a header and no error has rows"
+            address = entry.rows.address if self.shared else None
+            if address is None:
+                yield header
+                yield from self._chunks(header)
+            else:
+                yield Shared(header, address)
+                yield from self._ready(header)
+        while entry.pending and self.error is None:
+            yield None
+        yield self.error or (Done(0.0, 0.0) if self.ref.found_done else entry.done)
+
+    def _chunks(self, header: Header) -> Iterator[Event | None]:
+        """Rows, at most a chunk at a time and all features of them before the next; ends early on an error."""
+        entry, row = self.ref.entry, self.start_row
+        step = max(1, self.max_chunk_bytes // header.row_bytes)
+        while row < header.rows and self.error is None:
+            stop = min(row + step, entry.ready_rows)
+            if stop <= row:
+                yield None
+                continue
+            assert entry.rows is not None
+            for index, feature in enumerate(entry.rows.features):
+                yield Chunk(index, row, header.rows, feature[row:stop])
+            row = stop
+
+    def _ready(self, header: Header) -> Iterator[Event | None]:
+        """How many rows are there, each time that it is more."""
+        entry, row = self.ref.entry, self.start_row
+        while row < header.rows and self.error is None:
+            if entry.ready_rows <= row:
+                yield None
+                continue
+            row = entry.ready_rows
+            yield Ready(row)

@@ -9,7 +9,6 @@ import time
 import grpc
 import numpy as np
 import torch
-from PIL import Image
 
 from services.common import logs
 from services.common.errors import invalid
@@ -19,6 +18,7 @@ from services.decoding.process import Limits
 from services.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
 from services.encoder.batcher import Batcher
 from services.encoder.config import EncoderConfig
+from services.encoder.fleet_cache import FleetCache
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import Decoded as Medium
 from services.encoder.preprocess import Prepared, Preprocessor
@@ -49,13 +49,14 @@ class EncoderService:
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
         self._checkpoint = open_checkpoint(config.model)
-        self._store = Store(config.lease_seconds)
-        self._servicer = EncoderServicer(self._checkpoint, config, self._store)
+        shared = config.shared_memory == "auto"
+        self.store = Store(config.lease_seconds, config.embedding_cache_bytes, shared=shared)
+        self.servicer = EncoderServicer(self._checkpoint, config, self.store)
         limits = Limits(config.decode_memory_bytes, config.decode_seconds, _WALL * config.decode_seconds)
         self._pool = DecodePool(config.decode_workers, limits, config.max_pending_items)
 
     def register(self, server: grpc.aio.Server) -> None:
-        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(self._servicer, server)
+        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(self.servicer, server)
 
     async def start(self, readiness: Readiness, address: str) -> None:
         if self._config.threads:
@@ -63,8 +64,8 @@ class EncoderService:
         if self._checkpoint.family.encoded:
             started = time.perf_counter()
             (preprocessor, towers), _ = await asyncio.gather(asyncio.to_thread(self._load), self._pool.start())
-            self._servicer.pipeline = self._pipeline(preprocessor, towers)
-            self._servicer.parameter_bytes = towers.parameter_bytes
+            self.servicer.pipeline = self._pipeline(preprocessor, towers)
+            self.servicer.parameter_bytes = towers.parameter_bytes
             seconds = round(time.perf_counter() - started, 3)
             logs.event(logger, "loaded", model=self._checkpoint.name, parameter_bytes=towers.parameter_bytes, seconds=seconds)
         else:
@@ -73,11 +74,11 @@ class EncoderService:
 
     async def settled(self) -> None:
         """Wait until every ref that was handed out is released or its lease is over."""
-        await self._store.empty.wait()
+        await self.store.empty.wait()
 
     async def stop(self) -> None:
-        if self._servicer.pipeline is not None:
-            await self._servicer.pipeline.stop()
+        if self.servicer.pipeline is not None:
+            await self.servicer.pipeline.stop()
         await self._pool.stop()
 
     def _load(self) -> tuple[Preprocessor, Towers]:
@@ -93,17 +94,30 @@ class EncoderService:
             return await self._pool.decode(data, _spec(planned, self._config), planned.field)
 
         def preprocess(planned: Planned, decoded: Decoded) -> Prepared:
-            if planned.plan.modality is not Modality.IMAGE:
-                return preprocessor(decoded.array, planned.plan)
-            height, width, _ = decoded.array.shape
-            try:
-                preprocessor.check_size(width, height)
-            except ValueError as error:
-                raise invalid(planned.field, str(error)) from None
-            return preprocessor(Image.fromarray(decoded.array), planned.plan)
+            if planned.plan.modality is Modality.IMAGE:
+                height, width, _ = decoded.array.shape
+                try:
+                    preprocessor.check_size(width, height)
+                except ValueError as error:
+                    raise invalid(planned.field, str(error)) from None
+            return preprocessor(decoded.array, planned.plan)
 
         batcher = Batcher(towers.encode, min(self._config.max_num_batched_patches, towers.batch_patches))
-        return Pipeline(self._store, batcher, decode, preprocess, towers.split, self._config.decode_workers)
+        at_once, fleet = self._config.decode_workers, self._fleet(towers)
+        return Pipeline(self.store, batcher, decode, preprocess, towers.split, at_once, fleet)
+
+    def _fleet(self, towers: Towers) -> FleetCache | None:
+        """What all encoders of one checkpoint and element type share."""
+        config = self._config
+        if not config.fleet_cache_url:
+            return None
+        return FleetCache(
+            config.fleet_cache_url,
+            f"{self._checkpoint.fingerprint}:{towers.dtype}",
+            max_bytes=config.fleet_cache_max_item_bytes,
+            seconds=config.fleet_cache_seconds,
+            timeout=config.fleet_cache_timeout,
+        )
 
 
 def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Medium, ItemPlan]:
@@ -111,7 +125,7 @@ def blank(checkpoint: Checkpoint, modality: Modality) -> tuple[Medium, ItemPlan]
     side = WARM_UP_SIDE
     match modality:
         case Modality.IMAGE:
-            return Image.new("RGB", (side, side)), checkpoint.plan([Picture(side, side)])[0]
+            return np.zeros((side, side, 3), np.uint8), checkpoint.plan([Picture(side, side)])[0]
         case Modality.AUDIO:
             return np.zeros(WARM_UP_SAMPLES, np.float32), checkpoint.plan([Recording(WARM_UP_SAMPLES)])[0]
         case Modality.VIDEO:

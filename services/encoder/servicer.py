@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -12,18 +13,20 @@ import grpc
 from services.common import logs
 from services.common.errors import ServiceError, invalid, unavailable
 from services.common.interceptor import clean_request_id
+from services.common.shared_memory import this_place
 from services.encoder.config import EncoderConfig
 from services.encoder.pipeline import Pipeline, Planned
-from services.encoder.reader import Event, Rows, read
+from services.encoder.reader import Chunk, Event, Ready, Shared, read
 from services.encoder.store import Done, Header, Store
 from services.models.checkpoint import Checkpoint
 from services.models.media import Grid, ItemPlan, Modality
-from services.models.wire import to_chunk, wire_dtype
+from services.models.wire import put_chunk, wire_dtype
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 DEFAULT_CHUNK_BYTES = 512 * 1024
 MAX_FETCH_ITEMS = 4096
+_LONG = 256 * 1024  # bytes; hashing more takes a thread
 MAX_FIELD = 256  # characters; it comes back in error texts
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,8 +53,10 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise unavailable("the encoder is still loading its weights; try again")
         data = request.data
         self._check_data(planned, len(data))
-        self._check_room(len(data))
-        return encoder_pb2.EncodeResponse(ref_id=self.pipeline.submit(planned, data))
+        key = await asyncio.to_thread(_key, request, data) if len(data) > _LONG else _key(request, data)
+        if key not in self._store:
+            self._check_room(len(data))
+        return encoder_pb2.EncodeResponse(ref_id=self.pipeline.submit(key, planned, data))
 
     async def Fetch(self, request: encoder_pb2.FetchRequest, context: Context) -> AsyncIterator[encoder_pb2.FetchResponse]:
         _name_request(request.request_id)
@@ -61,7 +66,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise invalid("items", f"there may be at most {MAX_FETCH_ITEMS} items to fetch, got {len(request.items)}")
         wanted = [(item.ref_id, item.start_row) for item in request.items]
         chunk_bytes = min(request.max_chunk_bytes or DEFAULT_CHUNK_BYTES, self._config.max_chunk_bytes)
-        async with aclosing(read(self._store, wanted, chunk_bytes)) as events:
+        shared = self._config.shared_memory == "auto" and request.place == this_place() != ""
+        async with aclosing(read(self._store, wanted, chunk_bytes, shared=shared)) as events:
             async for index, event in events:
                 yield self._response(index, event)
 
@@ -78,6 +84,11 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             encoded_items=self._store.encoded_items,
             model_fingerprint=self._checkpoint.fingerprint,
             parameter_bytes=self.parameter_bytes,
+            cached_items=self._store.cached_items,
+            cached_bytes=self._store.cached_bytes,
+            cache_hits=self._store.hits,
+            cache_misses=self._store.misses,
+            cache_evictions=self._store.evictions,
         )
 
     def _planned(self, request: encoder_pb2.EncodeRequest) -> Planned:
@@ -90,7 +101,16 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise invalid(field, f"the model {self._checkpoint.name} does not take this kind of media; it takes {words}")
         if request.expected_rows == 0:
             raise invalid("expected_rows", "it must be the number of rows that the item was planned with, at least 1")
+        if request.whole_rows:
+            self._check_pruned(request)
         return Planned(_plan(request), field, request.HasField("expected_grid"))
+
+    def _check_pruned(self, request: encoder_pb2.EncodeRequest) -> None:
+        if not self._checkpoint.family.prunes_video or int(request.modality) != Modality.VIDEO:
+            raise invalid("whole_rows", f"the model {self._checkpoint.name} has no videos that can be pruned; leave it out")
+        steps, whole, left = request.expected_grid.t, request.whole_rows, request.expected_rows
+        if not steps or whole % steps or not whole // steps <= left < whole:
+            raise invalid("whole_rows", f"{left} of {whole} rows cannot be left of {steps} steps: at least one step's, not all")
 
     def _check_data(self, planned: Planned, size: int) -> None:
         if size == 0:
@@ -104,30 +124,51 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         pending, limit = self._store.pending_items, self._config.max_pending_items
         if pending >= limit:
             raise _full(f"the encoder has {pending} items waiting, which is its limit", limit=limit, requested=pending + 1)
-        held, limit = self._store.held_bytes, self._config.max_held_bytes
-        if held + size > limit:
+        limit = self._config.max_held_bytes
+        if not self._store.make_room(size, limit):
+            held = self._store.held_bytes
             raise _full(f"the encoder holds {held} of at most {limit} bytes", limit=limit, requested=held + size)
 
     def _response(self, index: int, event: Event) -> encoder_pb2.FetchResponse:
         response = encoder_pb2.FetchResponse(item=index)
         match event:
             case Header():
-                features = [encoder_pb2.Feature(hidden_size=hidden, dtype=wire_dtype(dtype)) for hidden, dtype in event.features]
-                grid = media_pb2.Grid(t=event.grid.t, h=event.grid.h, w=event.grid.w)
-                response.header.CopyFrom(
-                    encoder_pb2.ItemHeader(
-                        rows=event.rows, grid=grid, features=features, model_fingerprint=self._checkpoint.fingerprint
-                    )
+                response.header.CopyFrom(self._header(event))
+            case Shared():
+                response.header.CopyFrom(self._header(event.header))
+                at = event.address
+                response.header.shared_memory.CopyFrom(
+                    encoder_pb2.SharedMemory(pid=at.pid, descriptor=at.descriptor, inode=at.inode, bytes=at.nbytes)
                 )
-            case Rows():
+            case Chunk():
                 response.chunk.feature = event.feature
-                response.chunk.rows.CopyFrom(to_chunk(event.rows, event.start, event.total))
+                put_chunk(response.chunk.rows, event.rows, event.start, event.total)
+            case Ready():
+                response.ready.rows = event.rows
             case Done():
                 response.done.preprocess_seconds = event.preprocess_seconds
                 response.done.encode_seconds = event.encode_seconds
             case ServiceError():
                 response.error.CopyFrom(event.to_proto(logs.request_id.get()))
         return response
+
+    def _header(self, header: Header) -> encoder_pb2.ItemHeader:
+        return encoder_pb2.ItemHeader(
+            rows=header.rows,
+            grid=media_pb2.Grid(t=header.grid.t, h=header.grid.h, w=header.grid.w),
+            features=[encoder_pb2.Feature(hidden_size=hidden, dtype=wire_dtype(dtype)) for hidden, dtype in header.features],
+            model_fingerprint=self._checkpoint.fingerprint,
+            kept_rows=header.kept,
+        )
+
+
+def _key(request: encoder_pb2.EncodeRequest, data: bytes) -> bytes:
+    """Names what the item's rows show: its bytes, what of them is looked at and how, and for whom."""
+    how = encoder_pb2.EncodeRequest()
+    for field, value in request.ListFields():
+        if field.name not in ("request_id", "data", "field"):
+            how.MergeFrom(encoder_pb2.EncodeRequest(**{field.name: value}))
+    return hashlib.sha256(hashlib.sha256(data).digest() + how.SerializeToString(deterministic=True)).digest()
 
 
 def _plan(request: encoder_pb2.EncodeRequest) -> ItemPlan:
@@ -142,6 +183,7 @@ def _plan(request: encoder_pb2.EncodeRequest) -> ItemPlan:
         times=tuple(request.times),
         samples=request.samples,
         masked=request.masked,
+        whole_rows=request.whole_rows,
     )
 
 

@@ -44,6 +44,7 @@ class Towers:
         batch_patches: patches of a batch beyond which nothing is gained.
         model: the half, in eval mode.
         parameter_bytes: bytes of its parameters.
+        dtype: element type of weights and embeddings.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, device: str) -> None:
@@ -51,8 +52,8 @@ class Towers:
         self._schemes = schemes_of(checkpoint.family.model_type)
         self.piece_patches = _PIECE_PATCHES.get(self._device.type, _PIECE_PATCHES_ELSEWHERE)
         self.batch_patches = _BATCH_PATCHES.get(self._device.type, sys.maxsize)
-        self._dtype = choose_dtype(dtype, checkpoint, self._device.type)
-        self.model = load_half(checkpoint, "encoder", self._dtype, str(self._device))
+        self.dtype = choose_dtype(dtype, checkpoint, self._device.type)
+        self.model = load_half(checkpoint, "encoder", self.dtype, str(self._device))
         for module in self.model.modules():
             for name, part in module.named_children():
                 if isinstance(part, nn.Conv3d):  # of Qwen's towers, which get their patches cut
@@ -67,12 +68,11 @@ class Towers:
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Prepared]) -> list[Features]:
-        """The features of each item or piece, on the CPU, each in memory of its own."""
+        """The features of each item or piece, on the CPU; those of a batch may share memory, so they are to be copied."""
         features: dict[int, Features] = {}
         for modality in sorted({item.modality for item in batch}):
             indices = [index for index, item in enumerate(batch) if item.modality is modality]
             inputs = [batch[index].inputs for index in indices]
-            encoded = encode_items(self._schemes[modality], self.model.base_model, inputs, self._dtype, self._device)
+            encoded = encode_items(self._schemes[modality], self.model.base_model, inputs, self.dtype, self._device)
             features |= zip(indices, encoded, strict=True)
-        # a view would keep the whole batch alive for as long as one of its items is held
-        return [[rows.to("cpu", copy=True).contiguous() for rows in features[index]] for index in range(len(batch))]
+        return [[rows.to("cpu") for rows in features[index]] for index in range(len(batch))]

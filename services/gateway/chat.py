@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import grpc
 
@@ -21,14 +21,16 @@ from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.config import GatewayConfig
 from services.gateway.detokenizer import Detokenizer
+from services.gateway.media import File, Probe
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Prompt, PromptMaker
 from services.gateway.uploads import Uploads
-from services.gateway.validator import Validator
+from services.gateway.validator import Conversation, Validator
 from triptych.common.v1 import media_pb2, tensor_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2
 from triptych.llm.v1 import llm_pb2
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 _RETRY_SECONDS = 1.0
@@ -72,9 +74,16 @@ class Chat:
     """Answers requests."""
 
     def __init__(
-        self, model: ServedModel, config: GatewayConfig, backends: Backends, ledger: Ledger, background: Background
+        self,
+        model: ServedModel,
+        config: GatewayConfig,
+        probe: Probe,
+        backends: Backends,
+        ledger: Ledger,
+        background: Background,
     ) -> None:
-        self._model, self._config, self._backends, self._ledger, self._background = model, config, backends, ledger, background
+        self._model, self._config, self._probe = model, config, probe
+        self._backends, self._ledger, self._background = backends, ledger, background
         self._validator, self._prompts = Validator(model, config), PromptMaker(model, config)
         self._threads = ThreadPoolExecutor(_PROBE_THREADS, "probe")
         self._long_text_thread = ThreadPoolExecutor(1, "probe-long")
@@ -92,12 +101,17 @@ class Chat:
         return min((pool.block_size for pool in self._ledger.open_pools), default=_UNKNOWN_BLOCK_SIZE)
 
     async def prompt(self, request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> Prompt:
-        """Validate, probe and lay out, on a thread; long texts queue for one of their own, so that they hold up nobody else."""
+        """Validate, probe and lay out, on threads; long texts queue for one of their own, so that they hold up nobody else."""
         size = sum(len(part.text) for message in request.messages for part in message.parts)
         threads = self._long_text_thread if size > _LONG_TEXT else self._threads
-        context = contextvars.copy_context()
-        work = functools.partial(context.run, lambda: self._prompts.make(self._validator.read(request)))
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+        def read() -> tuple[Conversation, list[File]]:
+            conversation = self._validator.read(request)
+            return conversation, self._probe.files(conversation)
+
+        conversation, files = await _on(threads, read)
+        media = await self._probe.facts(files)
+        return await _on(threads, lambda: self._prompts.make(conversation, media))
 
     def max_tokens(self, prompt: Prompt) -> int:
         """Longest answer: what the request says, else the default as far as there is room."""
@@ -218,6 +232,11 @@ class _Call:
         self.times.MergeFrom(done.stage_times)
 
 
+async def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """Run it on one of the threads, as part of the request."""
+    return await asyncio.get_running_loop().run_in_executor(threads, contextvars.copy_context().run, work)
+
+
 @contextmanager
 def _refusals() -> Iterator[None]:
     """The ledger's refusals, as errors that clients understand."""
@@ -234,7 +253,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _log_admitted(prompt: Prompt, max_tokens: int, reservation: Reservation) -> None:
-    media = [item.facts.digest.hex()[:16] for item in prompt.items]
+    media = [item.digest.hex()[:16] for item in prompt.items]
     logs.event(
         logger, "admitted", prompt_tokens=len(prompt.token_ids), max_tokens=max_tokens, kv_blocks=reservation.blocks, media=media
     )

@@ -9,6 +9,8 @@ from services.common.config import ServiceConfig, option
 from services.models.media import Modality
 
 MIB = 1024 * 1024
+_LEAST_MEMORY = 64 * MIB  # what demuxers and decoders take for a file of any size
+_LONGEST = 1e6  # seconds
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,15 @@ class GatewayConfig(ServiceConfig):
     max_num_running: int = option(256, "most requests answered at once")
     max_queued_requests: int = option(256, "most requests waiting for admission; more are refused")
     max_item_bytes: int = option(20 * MIB, "most bytes of one media item")
-    max_pixels: int = option(50_000_000, "most pixels of one picture")
-    limit_mm_per_prompt: str = option("image=16", "most media items of one request, such as image=16,video=1")
+    max_pixels: int = option(50_000_000, "most pixels of one picture or one frame")
+    max_audio_seconds: float = option(600.0, "longest recording")
+    max_video_frames: int = option(768, "most frames of one video that are looked at")
+    max_video_bytes: int = option(1024 * MIB, "most bytes that those take decoded")
+    max_media_packets: int = option(200_000, "most packets of one recording or video that are read; a frame is one")
+    limit_mm_per_prompt: str = option("image=16,audio=4,video=4", "most media items of one request")
+    probe_workers: int = option(2, "processes that read recordings and videos; none run for a model that takes neither")
+    probe_memory_bytes: int = option(512 * MIB, "memory that reading one file may take")
+    probe_seconds: float = option(5.0, "processor time that reading one file may take; four times as long in all")
     max_text_bytes: int = option(4 * MIB, "most bytes of text in one request")
     max_messages: int = option(1024, "most messages in one request")
     max_parts: int = option(1024, "most parts in one request")
@@ -38,8 +47,12 @@ class GatewayConfig(ServiceConfig):
         for flag, value in (("--encoder", self.encoder), ("--llm", self.llm)):
             _addresses(flag, value)
         _limits(self.limit_mm_per_prompt)
+        for flag, seconds in (("--max-audio-seconds", self.max_audio_seconds), ("--probe-seconds", self.probe_seconds)):
+            if not 0 < seconds < _LONGEST:
+                raise ValueError(f"{flag} must be more than 0 and less than {_LONGEST:.0f}, got {seconds}")
         for name, value in vars(self).items():
             least = int(name.startswith(("max_", "default_")) and name not in ("max_model_len", "max_queued_requests"))
+            least = 1 if name == "probe_workers" else _LEAST_MEMORY if name == "probe_memory_bytes" else least
             if isinstance(value, int) and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 

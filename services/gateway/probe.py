@@ -1,19 +1,18 @@
-"""What the gateway knows of a picture: a digest of its bytes, and its size from headers. Pixels are never decoded."""
+"""What the gateway knows of a picture: its size from headers. Pixels are never decoded."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import re
 import struct
 import warnings
 import zlib
-from dataclasses import dataclass
 
 from PIL import ExifTags, Image
 
 from services.common.errors import invalid
 from services.decoding.image_files import ACCEPTED, FORMATS
+from services.models.media import Picture
 
 # JPEG includes MPO; an animation counts as its first frame.
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -24,17 +23,8 @@ Image.MAX_IMAGE_PIXELS = None  # probe_image has its own limit
 warnings.filterwarnings("ignore", module=r"PIL\.")  # about damaged metadata
 
 
-@dataclass(frozen=True)
-class ImageFacts:
-    """A picture's digest (SHA-256 of its bytes) and its size in pixels after any EXIF turn."""
-
-    digest: bytes
-    width: int
-    height: int
-
-
-def probe_image(data: bytes, field: str, *, max_pixels: int) -> ImageFacts:
-    """Read a picture's facts.
+def probe_image(data: bytes, field: str, *, max_pixels: int) -> Picture:
+    """Read a picture's size in pixels after any EXIF turn.
 
     Raises:
         ServiceError: INVALID_ARGUMENT about ``field``: the bytes are no picture, or it is larger than ``max_pixels``.
@@ -53,7 +43,7 @@ def probe_image(data: bytes, field: str, *, max_pixels: int) -> ImageFacts:
     if width * height > max_pixels:
         text = f"{width} x {height} pixels are {width * height}, the limit is {max_pixels}; send a smaller picture"
         raise invalid(field, text, reason="MEDIA_TOO_LARGE", limit=max_pixels, requested=width * height)
-    return ImageFacts(hashlib.sha256(data).digest(), width, height)
+    return Picture(width, height)
 
 
 def _turned_sideways(image: Image.Image) -> bool:

@@ -1,30 +1,33 @@
-"""From a conversation to a prompt: media are probed, then the text is laid out around them. Blocking; run it in a thread."""
+"""From a conversation and its media to a prompt: the text is laid out around them. Blocking; run it in a thread."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from services.common.errors import invalid
+from services.decoding.refusals import TEXTS
 from services.gateway.config import GatewayConfig
-from services.gateway.data_url import read_data_url, too_many_bytes
+from services.gateway.media import Probed
 from services.gateway.model import ServedModel
-from services.gateway.probe import ImageFacts, probe_image
 from services.gateway.sampling import Sampling
-from services.gateway.validator import Conversation, MediaPart
+from services.gateway.validator import Conversation
 from services.models.image_sizes import UnsupportedSize
 from services.models.layout import Placement, Turn
-from services.models.media import ItemPlan, Modality, Picture
+from services.models.media import Clip, ItemPlan, Medium, Modality
 from services.models.tokenizer import ChatTemplateError
 
 
 @dataclass(frozen=True)
 class Item:
-    """One media item: its bytes, what its headers say, what it will cost and the runs of placeholders that stand for it."""
+    """One media item: its bytes and their SHA-256, what was read of it, what it will cost and the runs of placeholders that
+    stand for it."""
 
     field: str
     data: bytes
-    facts: ImageFacts
+    digest: bytes
+    medium: Medium
     plan: ItemPlan
     placements: tuple[Placement, ...]
 
@@ -68,16 +71,16 @@ class PromptMaker:
     def __init__(self, model: ServedModel, config: GatewayConfig) -> None:
         self._model, self._config = model, config
 
-    def make(self, conversation: Conversation) -> Prompt:
-        """Probe and lay out.
+    def make(self, conversation: Conversation, media: Sequence[Probed]) -> Prompt:
+        """Plan and lay out.
+
+        Args:
+            conversation: that the media are from.
+            media: all of them, in order.
 
         Raises:
             ServiceError: INVALID_ARGUMENT about a media part or about the conversation's shape.
         """
-        media: list[tuple[str, bytes, ImageFacts]] = []
-        for part in (part for message in conversation.messages for part in message.parts if not isinstance(part, str)):
-            data = self._bytes_of(part)
-            media.append((part.field, data, probe_image(data, part.field, max_pixels=self._config.max_pixels)))
         plans = self._plan(media)
         rest = iter(plans)
         turns = [
@@ -90,20 +93,27 @@ class PromptMaker:
             raise invalid("messages", f"the model's chat template refuses the conversation: {error}") from None
         items = []
         for number, places in groupby(layout.placements, key=lambda place: place.item):
-            field, data, facts = media[number]
-            items.append(Item(field, data, facts, plans[number], tuple(places)))
+            file = media[number].file
+            items.append(Item(file.field, file.data, file.digest, media[number].medium, plans[number], tuple(places)))
         return Prompt(layout.token_ids, tuple(items), conversation.sampling)
 
-    def _bytes_of(self, part: MediaPart) -> bytes:
-        limit = self._config.max_item_bytes
-        if isinstance(part.source, str):
-            return read_data_url(part.source, part.field, max_bytes=limit)
-        if len(part.source) > limit:
-            raise too_many_bytes(part.field, limit)
-        return part.source
-
-    def _plan(self, media: list[tuple[str, bytes, ImageFacts]]) -> list[ItemPlan]:
+    def _plan(self, media: Sequence[Probed]) -> list[ItemPlan]:
         try:
-            return self._model.checkpoint.plan([Picture(facts.width, facts.height) for _, _, facts in media])
+            plans = self._model.checkpoint.plan([probed.medium for probed in media])
         except UnsupportedSize as error:
-            raise invalid(media[error.item][0], str(error), reason="BAD_MEDIA") from None
+            raise invalid(media[error.item].file.field, str(error), reason="BAD_MEDIA") from None
+        for probed, plan in zip(media, plans, strict=True):
+            if isinstance(probed.medium, Clip):
+                self._check_frames(probed.file.field, probed.medium, len(plan.frames))
+        return plans
+
+    def _check_frames(self, field: str, clip: Clip, frames: int) -> None:
+        """Before anything is decoded."""
+        limit = self._config.max_video_frames
+        if frames > limit:
+            text = f"{frames} frames of the video are to be looked at, the limit is {limit}; send a shorter one"
+            raise invalid(field, text, reason="VIDEO_TOO_LONG", limit=limit, requested=frames)
+        size, limit = 3 * clip.width * clip.height * frames, self._config.max_video_bytes
+        if size > limit:
+            text = TEXTS["VIDEO_TOO_MUCH"].format(requested=size, limit=limit)
+            raise invalid(field, text, reason="VIDEO_TOO_MUCH", limit=limit, requested=size)

@@ -12,6 +12,7 @@ from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.chat import Chat
 from services.gateway.config import GatewayConfig
+from services.gateway.media import Probe
 from services.gateway.model import ServedModel
 from services.gateway.servicer import ChatServicer
 from triptych.gateway.v1 import gateway_pb2_grpc
@@ -31,7 +32,8 @@ class GatewayService:
         self.backends = Backends(config.encoder_addresses, config.llm_addresses, model.checkpoint.fingerprint)
         self.ledger = Ledger(max_running=config.max_num_running, max_queued=config.max_queued_requests)
         self.background = Background()
-        chat = Chat(model, config, self.backends, self.ledger, self.background)
+        self.probe = Probe(model, config)
+        chat = Chat(model, config, self.probe, self.backends, self.ledger, self.background)
         self._servicer = ChatServicer(model, chat, self.ledger)
         self._poller: asyncio.Task[None] | None = None
 
@@ -39,6 +41,7 @@ class GatewayService:
         gateway_pb2_grpc.add_ChatServiceServicer_to_server(self._servicer, server)
 
     async def start(self, readiness: Readiness, address: str) -> None:
+        await self.probe.start()
         await self._poll(readiness)
         self._poller = asyncio.create_task(self._keep_polling(readiness))
 
@@ -48,6 +51,7 @@ class GatewayService:
     async def stop(self) -> None:
         if self._poller is not None:
             self._poller.cancel()
+        await self.probe.stop()
         await self.background.finish(_LAST_RELEASES)
         await self.backends.close()
 

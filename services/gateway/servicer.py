@@ -16,7 +16,7 @@ from services.gateway.chat import Admitted, Chat, Delta, Done, Event
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Item, Prompt
 from services.gateway.wire import grid_to_proto, modality_to_proto
-from services.models.media import Modality
+from services.models.media import Modality, Recording
 from triptych.common.v1 import usage_pb2
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -112,8 +112,8 @@ def _estimate(item: Item) -> gateway_pb2.MediaEstimate:
     return gateway_pb2.MediaEstimate(
         modality=modality_to_proto(item.plan.modality),
         tokens=item.tokens,
-        width=item.facts.width,
-        height=item.facts.height,
+        width=None if isinstance(item.medium, Recording) else item.medium.width,
+        height=None if isinstance(item.medium, Recording) else item.medium.height,
         grid=grid_to_proto(item.plan.grid),
         field=item.field,
     )

@@ -33,6 +33,7 @@ def spans_to_proto(item: Item, ref: media_pb2.EmbeddingRef) -> list[media_pb2.Sp
             ref=ref,
             seconds_per_grid=item.plan.seconds_per_grid,
             first_row=place.first_row,
+            whole_rows=item.plan.whole_rows,
         )
         for place in item.placements
     ]
@@ -42,8 +43,8 @@ def _content(item: Item) -> bytes:
     """Names what an item's rows show: equal bytes may be looked at in other ways from one request to the next."""
     plan = item.plan
     if not plan.frames and not plan.masked:
-        return item.facts.digest
-    return hashlib.sha256(item.facts.digest + repr((plan.frames, plan.masked)).encode()).digest()
+        return item.digest
+    return hashlib.sha256(item.digest + repr((plan.frames, plan.masked, plan.rows)).encode()).digest()
 
 
 def encode_to_proto(item: Item, request_id: str) -> encoder_pb2.EncodeRequest:
@@ -62,6 +63,7 @@ def encode_to_proto(item: Item, request_id: str) -> encoder_pb2.EncodeRequest:
         times=plan.times,
         samples=plan.samples,
         masked=plan.masked,
+        whole_rows=plan.whole_rows,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,13 +15,18 @@ from typing import Any
 import grpc
 import torch
 
+from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
 from services.common.errors import ServiceError, invalid
-from services.models.wire import from_chunk
+from services.common.shared_memory import Address, NotShared, open_block, this_place
+from services.models.rows import block_bytes, split_block
+from services.models.wire import from_chunk, torch_dtype
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
+logger = logging.getLogger(__name__)
 OnRows = Callable[[int, int, torch.Tensor], None]
+OnKept = Callable[[int, torch.Tensor], None]
 _IDLE_CHANNELS = 16  # kept; encoders come and go, each at an address of its own
 _TRIES = 3  # streams per encoder; each resumes at the first row that has not arrived
 
@@ -31,12 +38,16 @@ class RemoteItem:
     Attributes:
         spans: the prompt's runs that its rows are for, as (span, rows), in the order of the rows.
         arrived: rows that are here, by feature.
+        whole_rows: rows before pruning; 0 where nothing is pruned.
+        shared: its features in the encoder's memory, where they are read there.
     """
 
     ref_id: str
     encoder_address: str
     spans: list[tuple[int, int]]
     arrived: list[int]
+    whole_rows: int = 0
+    shared: list[torch.Tensor] | None = None
     done: bool = False
     preprocess_seconds: float = 0.0
     encode_seconds: float = 0.0
@@ -74,16 +85,23 @@ class RowFetcher:
 
     Attributes:
         features: matrices of rows that every item has, all of width ``hidden_size``.
+        max_chunk_bytes: most bytes of rows in a message.
     """
 
     model_fingerprint: str
     hidden_size: int
     features: int = 1
+    max_chunk_bytes: int = 1024**2
+    _apart: set[str] = field(default_factory=set)  # addresses of encoders whose memory cannot be opened
     _channels: OrderedDict[str, grpc.aio.Channel] = field(default_factory=OrderedDict)  # the least recently used first
     _users: Counter[str] = field(default_factory=Counter)
 
-    async def fetch(self, request_id: str, items: Sequence[RemoteItem], on_rows: OnRows, timeout: float) -> FetchTimes:
+    async def fetch(
+        self, request_id: str, items: Sequence[RemoteItem], on_rows: OnRows, timeout: float, on_kept: OnKept | None = None
+    ) -> FetchTimes:
         """Stream every item's rows into ``on_rows(span, feature, rows)``, in order within a feature of a span.
+
+        Before those of a pruned item, ``on_kept(span, kept)`` gets which of its whole rows are left.
 
         Raises:
             ServiceError: an item failed at its encoder, does not match the plan, or an encoder stayed unreachable.
@@ -93,7 +111,7 @@ class RowFetcher:
         async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
             for address in addresses:
                 group.create_task(
-                    self._fetch_from(address, request_id, [i for i in items if i.encoder_address == address], on_rows)
+                    self._fetch_from(address, request_id, [i for i in items if i.encoder_address == address], on_rows, on_kept)
                 )
         slowest = max(items, key=lambda i: i.preprocess_seconds + i.encode_seconds)
         at_encoder = slowest.preprocess_seconds + slowest.encode_seconds
@@ -104,9 +122,11 @@ class RowFetcher:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _fetch_from(self, address: str, request_id: str, items: list[RemoteItem], on_rows: OnRows) -> None:
+    async def _fetch_from(
+        self, address: str, request_id: str, items: list[RemoteItem], on_rows: OnRows, on_kept: OnKept | None
+    ) -> None:
         async with self._channel(address) as channel:
-            await self._stream(encoder_pb2_grpc.EncoderServiceStub(channel), request_id, items, on_rows)
+            await self._stream(encoder_pb2_grpc.EncoderServiceStub(channel), request_id, items, on_rows, on_kept)
 
     @asynccontextmanager
     async def _channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
@@ -123,15 +143,25 @@ class RowFetcher:
                 del self._users[a]
                 await self._channels.pop(a).close()
 
-    async def _stream(self, stub: Any, request_id: str, items: list[RemoteItem], on_rows: OnRows) -> None:
+    async def _stream(self, stub: Any, request_id: str, items: list[RemoteItem], on_rows: OnRows, on_kept: OnKept | None) -> None:
         """Every row of one encoder's items, on as few streams as it takes."""
+        address = items[0].encoder_address
         for attempt in range(1, _TRIES + 1):
             left = [item for item in items if not item.done]
             wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=min(item.arrived)) for item in left]
-            request = encoder_pb2.FetchRequest(request_id=request_id, items=wanted)
+            place = "" if address in self._apart else this_place()
+            request = encoder_pb2.FetchRequest(
+                request_id=request_id, items=wanted, max_chunk_bytes=self.max_chunk_bytes, place=place
+            )
+            call = stub.Fetch(request, metadata=outgoing_metadata())
             try:
-                async for response in stub.Fetch(request, metadata=outgoing_metadata()):
-                    self._take(left[response.item], response, on_rows)
+                async for response in call:
+                    self._take(left[response.item], response, on_rows, on_kept)
+            except NotShared as error:
+                logs.event(logger, "encoder's memory cannot be opened, rows are sent", encoder=address, cause=str(error))
+                self._apart.add(address)
+                call.cancel()
+                continue
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE or attempt == _TRIES:
                     raise ServiceError.from_rpc(error, "encoder") from error
@@ -140,18 +170,27 @@ class RowFetcher:
                 raise ServiceError(grpc.StatusCode.INTERNAL, "the encoder ended its stream before every row was sent")
             return
 
-    def _take(self, item: RemoteItem, response: encoder_pb2.FetchResponse, on_rows: OnRows) -> None:
+    def _take(self, item: RemoteItem, response: encoder_pb2.FetchResponse, on_rows: OnRows, on_kept: OnKept | None) -> None:
         match response.WhichOneof("event"):
             case "header":
                 self._check_header(item, response.header)
+                if item.whole_rows and on_kept and not any(item.arrived):
+                    on_kept(item.spans[0][0], _kept(item, response.header))
+                item.shared = map_rows(response.header) if response.header.HasField("shared_memory") else None
             case "chunk":
                 rows = self._rows(item, response.chunk)
                 for span, part in item.take(response.chunk.feature, rows):
                     on_rows(span, response.chunk.feature, part)
+            case "ready":
+                if item.shared is None or not max(item.arrived) <= response.ready.rows <= item.rows:
+                    raise _mismatch(f"{response.ready.rows} of {item.rows} rows are ready, {max(item.arrived)} were")
+                for feature, matrix in enumerate(item.shared):
+                    for span, part in item.take(feature, matrix[item.arrived[feature] : response.ready.rows]):
+                        on_rows(span, feature, part)
             case "done":
                 if any(arrived != item.rows for arrived in item.arrived):
                     raise _mismatch(f"the encoder sent {min(item.arrived)} rows of {item.rows}")
-                item.done = True
+                item.done, item.shared = True, None
                 item.preprocess_seconds, item.encode_seconds = response.done.preprocess_seconds, response.done.encode_seconds
             case "error":
                 raise ServiceError.from_proto(response.error)
@@ -188,6 +227,37 @@ class RowFetcher:
         return rows
 
 
+def _kept(item: RemoteItem, header: encoder_pb2.ItemHeader) -> torch.Tensor:
+    kept = torch.tensor(header.kept_rows, dtype=torch.long)  # [rows]
+    if len(kept) != item.rows or (len(kept) and int(kept[-1]) >= item.whole_rows) or not bool((kept.diff() > 0).all()):
+        raise _mismatch(f"{item.rows} of {item.whole_rows} rows should be left, the encoder names {len(kept)}")
+    return kept
+
+
+def map_rows(header: encoder_pb2.ItemHeader) -> list[torch.Tensor]:
+    """An item's features where they lie in the encoder's memory, each [rows, hidden]; they stay as long as a view of them does.
+
+    Raises:
+        NotShared: they cannot be opened from here.
+    """
+    try:
+        features = [(feature.hidden_size, torch_dtype(feature.dtype)) for feature in header.features]
+    except ValueError as error:
+        raise _mismatch(str(error)) from None
+    at = header.shared_memory
+    if at.bytes != block_bytes(header.rows, features):
+        raise _mismatch(f"the encoder's memory has {at.bytes} bytes for {header.rows} rows")
+    descriptor = open_block(Address(at.pid, at.descriptor, at.inode, at.bytes))
+    try:
+        # not shared: what is written here would stay here
+        block = torch.from_file(f"/proc/self/fd/{descriptor}", shared=False, size=at.bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise NotShared(str(error)) from None
+    finally:
+        os.close(descriptor)
+    return split_block(block, header.rows, features)
+
+
 def remote_items(spans: Sequence[media_pb2.Span], features: int) -> list[RemoteItem]:
     """The items that a prompt's spans stand for: those with the same ref are runs of one item.
 
@@ -203,6 +273,7 @@ def remote_items(spans: Sequence[media_pb2.Span], features: int) -> list[RemoteI
                 f"spans[{i}].first_row", f"must be {item.rows}, the row behind the ref's earlier run, got {span.first_row}"
             )
         item.spans.append((i, span.rows))
+        item.whole_rows = span.whole_rows
     return list(items.values())
 
 

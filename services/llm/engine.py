@@ -97,6 +97,10 @@ class Engine:
         """The next rows ``[count, hidden]`` of an item's feature have arrived; a row is ready when all features have it."""
         self._commands.put(lambda: self._write_rows(request, item, feature, rows))
 
+    def keep_rows(self, request: Request, item: int, kept: torch.Tensor) -> None:
+        """Which rows of an item are left, where some were dropped; comes before they do."""
+        self._commands.put(lambda: self._keep_rows(request, item, kept))
+
     def abort(self, request: Request) -> None:
         """End a request, whatever its state; nothing is delivered for it afterwards. May be repeated."""
         self._commands.put(lambda: self._remove(request))
@@ -288,6 +292,10 @@ class Engine:
         sequence.spans[item].arrived = min(arrived)
         if all(s.arrived == s.rows for s in sequence.spans):
             request.rows_complete = time.monotonic()
+
+    def _keep_rows(self, request: Request, item: int, kept: torch.Tensor) -> None:
+        if request.answers:
+            self.runner.keep_rows(request.answers[0].sequence.id, item, request.arguments.media[item], kept)
 
     def _remove(self, request: Request, poisoned: bool = False) -> None:
         for answer in list(request.answers):

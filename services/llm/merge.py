@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class MediaRun:
         grid: how they are arranged; in cross-attention families ``t`` is the number of tiles that hold picture.
         seconds_per_grid: video time between two steps of ``grid.t``, where positions follow time.
         tokens: placeholders in the run; as many as rows, but 1 in cross-attention families.
+        whole_rows: rows that the grid says, where an encoder has dropped some of them; else 0.
     """
 
     modality: Modality
@@ -39,6 +40,7 @@ class MediaRun:
     grid: Grid
     seconds_per_grid: float = 1.0
     tokens: int = 0
+    whole_rows: int = 0
 
     @property
     def stop(self) -> int:
@@ -78,6 +80,7 @@ class MergedPrompt:
         cross: cross-attention families: the media rows.
         visual: which tokens are visual, where layers may drop some.
         atoms: token ranges that one step must hold whole, because tokens in them see later ones.
+        whole_positions: by item, of those of which rows were dropped: ``[axes, whole_rows]``, positions of all of them.
     """
 
     embeds: torch.Tensor
@@ -92,10 +95,15 @@ class MergedPrompt:
     cross: CrossMedia | None = None
     visual: Visual | None = None
     atoms: Sequence[tuple[int, int]] = ()
+    whole_positions: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def position(self, index: int) -> int:
         """Position of answer token ``index - prompt``, on every axis."""
         return self.next_position + index - len(self.embeds)
+
+    def keep(self, item: int, run: MediaRun, kept: torch.Tensor) -> None:
+        """Which of an item's whole rows are left; must come before its rows are computed."""
+        self.positions[:, run.offset : run.stop] = self.whole_positions[item][:, kept]
 
     def write(self, item: int, run: MediaRun, first: int, feature: int, rows: torch.Tensor) -> None:
         """Put rows ``[first, first + count)`` of an item's feature into their places."""
@@ -162,7 +170,7 @@ class Merger:
         merged.embeds[where] = 0
         merged.media, merged.media_before = where, torch.cat([where.new_zeros(1, dtype=torch.long), where.cumsum(0)]).cpu()
         if self.family.positions_from_grid:
-            merged.positions = self._rope_index(ids, media)
+            merged.positions, merged.whole_positions = self._positions(ids, media)
             merged.next_position = int(merged.positions.max()) + 1
         if self.deepstack_levels:
             merged.deepstack = merged.embeds.new_zeros(self.deepstack_levels, int(where.sum()), self.hidden_size)
@@ -171,6 +179,23 @@ class Merger:
     def per_layer_inputs(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Per-layer embeddings ``[tokens, layers, width]`` of token ids, in families that have them."""
         return self.decoder.get_per_layer_inputs(ids[None], None)[0] if self.per_layer else None
+
+    def _positions(self, ids: torch.Tensor, media: Sequence[MediaRun]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """M-RoPE positions ``[3, prompt]``, and ``[3, whole_rows]`` of pruned items, the first of which stand in."""
+        parts, whole, at, shift = [], [], 0, 0
+        for run in media:
+            more = max(0, run.whole_rows - run.rows)
+            whole.append(replace(run, offset=run.offset + shift, rows=run.rows + more, tokens=run.tokens + more))
+            parts += [ids[at : run.stop], ids[run.offset : run.offset + 1].expand(more)]
+            at, shift = run.stop, shift + more
+        positions = self._rope_index(torch.cat([*parts, ids[at:]]), whole)
+        left = torch.ones(positions.shape[1], dtype=torch.bool)
+        pruned = {}
+        for item, (run, all_of_it) in enumerate(zip(media, whole, strict=True)):
+            if all_of_it.rows > run.rows:
+                pruned[item] = positions[:, all_of_it.offset : all_of_it.stop]
+                left[all_of_it.offset + run.rows : all_of_it.stop] = False
+        return positions[:, left.to(positions.device)], pruned
 
     def _rope_index(self, ids: torch.Tensor, media: Sequence[MediaRun]) -> torch.Tensor:
         """M-RoPE positions ``[3, prompt]``."""

@@ -141,6 +141,11 @@ class ModelRunner:
         """Put an item's rows ``[first, first + count)`` of a feature into the prompt."""
         self._prompts[sequence_id].write(item, run, first, feature, rows.to(self.dtype).to(self.device))
 
+    @torch.inference_mode()
+    def keep_rows(self, sequence_id: str, item: int, run: MediaRun, kept: torch.Tensor) -> None:
+        """Which of a pruned item's rows are left: their tokens take these rows' positions."""
+        self._prompts[sequence_id].keep(item, run, kept.to(self.device))
+
     def remove(self, sequence_id: str) -> None:
         """Forget a sequence's prompt."""
         self._prompts.pop(sequence_id, None)

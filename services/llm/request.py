@@ -19,6 +19,7 @@ from services.models.media import Grid, Modality
 from triptych.common.v1 import media_pb2, sampling_pb2
 from triptych.llm.v1 import llm_pb2
 
+MAX_WHOLE_ROWS = 1 << 20  # of a pruned item
 MAX_SALT_BYTES = 128
 
 
@@ -219,8 +220,10 @@ def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Check
         if not (math.isfinite(span.seconds_per_grid) and span.seconds_per_grid >= 0):
             raise invalid(f"spans[{i}].seconds_per_grid", f"must be a time, got {span.seconds_per_grid:g}")
         covered += tokens
+        if span.whole_rows:
+            _check_pruned(f"spans[{i}].whole_rows", span, checkpoint)
         grid = Grid(span.grid.t, span.grid.h, span.grid.w)
-        runs.append(MediaRun(modality, span.offset, span.rows, grid, span.seconds_per_grid or 1.0, tokens))
+        runs.append(MediaRun(modality, span.offset, span.rows, grid, span.seconds_per_grid or 1.0, tokens, span.whole_rows))
     stray = sum(t in placeholders for t in prompt) - covered
     if stray:
         raise invalid("spans", f"{stray} placeholder tokens of the prompt belong to no span")
@@ -241,5 +244,19 @@ def _check_tiles(field: str, span: media_pb2.Span, checkpoint: Checkpoint) -> No
 def _check_grid(field: str, span: media_pb2.Span, merge: int) -> None:
     """The grid says as many rows as the span has: positions are made from it, as many as it says."""
     t, h, w = span.grid.t, span.grid.h, span.grid.w
-    if h % merge or w % merge or t * h * w != span.rows * merge**2:
-        raise invalid(field, f"{t} x {h} x {w} patches, merged {merge} x {merge}, must give the span's {span.rows} rows")
+    rows = span.whole_rows or span.rows
+    if h % merge or w % merge or t * h * w != rows * merge**2:
+        raise invalid(field, f"{t} x {h} x {w} patches, merged {merge} x {merge}, must give the span's {rows} rows")
+
+
+def _check_pruned(field: str, span: media_pb2.Span, checkpoint: Checkpoint) -> None:
+    """Rows can be dropped where a video stands in one run and its positions come from its grid."""
+    if not checkpoint.family.prunes_video or int(span.modality) != Modality.VIDEO:
+        model_type = checkpoint.family.model_type
+        raise invalid(
+            field, f"rows can be dropped of videos where positions come from a grid, not of this of a {model_type} model"
+        )
+    if span.whole_rows > MAX_WHOLE_ROWS:
+        raise invalid(field, f"must be at most {MAX_WHOLE_ROWS}, got {span.whole_rows}")
+    if span.whole_rows <= span.rows or span.first_row:
+        raise invalid(field, f"must be more than the {span.rows} rows that are left, got {span.whole_rows}")

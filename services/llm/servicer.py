@@ -23,7 +23,7 @@ from services.llm.request import Limits, read_generate
 from services.llm.sequence import Finish
 from services.llm.structured import Grammars
 from services.models.checkpoint import Checkpoint
-from services.models.wire import to_chunk
+from services.models.wire import put_chunk
 from triptych.common.v1 import usage_pb2
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
@@ -111,7 +111,10 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
         def on_rows(span: int, feature: int, rows: torch.Tensor) -> None:
             self.engine.write_rows(running, span, feature, rows)
 
-        return await self.fetcher.fetch(request.request_id, items, on_rows, timeout)
+        def on_kept(span: int, kept: torch.Tensor) -> None:
+            self.engine.keep_rows(running, span, kept)
+
+        return await self.fetcher.fetch(request.request_id, items, on_rows, timeout, on_kept)
 
     async def _responses(
         self, request: Request, fetching: asyncio.Task[FetchTimes] | None
@@ -198,7 +201,7 @@ def _pull(events: Sequence[Event]) -> list[llm_pb2.GenerateResponse]:
             if event.choice.logprob is not None:
                 delta.logprobs.append(_logprobs(event.choice))
             if event.logits is not None:
-                delta.first_logits.CopyFrom(to_chunk(event.logits, 0, 1))
+                put_chunk(delta.first_logits, event.logits, 0, 1)
     if scores is not None and deltas:
         first = next(iter(deltas.values()))
         first.prompt_logprobs.CopyFrom(llm_pb2.PromptLogprobs(tokens=[_logprobs(choice) for choice in scores.choices]))

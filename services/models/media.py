@@ -95,6 +95,7 @@ class ItemPlan:
         frames: of a video, indices of the frames looked at, in order; one may come twice.
         times: when those are shown, in seconds.
         samples: of a recording, how many samples the model hears; the rest is cut off.
+        whole_rows: of a pruned video, rows before pruning, which is what ``grid`` says; else 0.
         masked: of a picture, that some picture of the request is padded, where the tower sees all of them otherwise then.
     """
 
@@ -108,6 +109,7 @@ class ItemPlan:
     frames: tuple[int, ...] = ()
     times: tuple[float, ...] = ()
     samples: int = 0
+    whole_rows: int = 0
     masked: bool = False
 
     @property

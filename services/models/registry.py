@@ -55,6 +55,7 @@ class Family:
         decoder: submodule of the base model that is the language model; "" means the base model itself.
         language: submodules of the base model that only the language-model half keeps, where ``decoder`` is "".
         positions_from_grid: positions depend on each item's grid (M-RoPE).
+        prunes_video: rows of a video can be dropped, because it is a single run whose positions come from its grid.
         attention: which tokens of a prompt see later ones.
         token_types: name of the argument that tells media tokens from text, where attention is not causal.
         cross: rows are read by cross-attention layers instead of standing in the prompt.
@@ -74,6 +75,7 @@ class Family:
     decoder: str = ""
     language: tuple[str, ...] = ()
     positions_from_grid: bool = False
+    prunes_video: bool = False
     attention: Attention = Attention.CAUSAL
     token_types: str = "token_type_ids"
     cross: bool = False
@@ -99,11 +101,12 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.qwen_smart_resize),
             video=video_plans.qwen2_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE,),
+            encoded=(_IMAGE, _VIDEO),
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
             positions_from_grid=True,
+            prunes_video=True,
         ),
         Family(
             "qwen2_5_vl",
@@ -111,11 +114,12 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.qwen_smart_resize),
             video=video_plans.qwen2_5_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE,),
+            encoded=(_IMAGE, _VIDEO),
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
             positions_from_grid=True,
+            prunes_video=True,
         ),
         Family(
             "qwen3_vl",
@@ -123,7 +127,7 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.qwen_smart_resize),
             video=video_plans.qwen3_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE,),
+            encoded=(_IMAGE, _VIDEO),
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -136,11 +140,12 @@ FAMILIES: dict[str, Family] = {
             audio=audio_lengths.qwen2_audio_frames,
             video=video_plans.omni_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE,),
+            encoded=(_IMAGE, _VIDEO, _AUDIO),
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index", _AUDIO: "audio_token_index"},
             towers=("visual", "audio_tower"),
             decoder="language_model",
             positions_from_grid=True,
+            prunes_video=True,
         ),
         Family(
             "llava",
@@ -166,7 +171,7 @@ FAMILIES: dict[str, Family] = {
             image=tiling.llava_onevision_anyres,
             video=video_plans.llava_onevision_video,
             sampling=Sampling(frames=32),
-            encoded=(_IMAGE,),
+            encoded=(_IMAGE, _VIDEO),
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
@@ -177,7 +182,7 @@ FAMILIES: dict[str, Family] = {
             image=each(tiling.internvl_tiles),
             video=video_plans.internvl_video,
             sampling=Sampling(frames=8),
-            encoded=(_IMAGE,),
+            encoded=(_IMAGE, _VIDEO),
             placeholders={_IMAGE: "image_token_id", _VIDEO: "image_token_id"},
             written={_VIDEO: "video_token"},
             towers=_VISION_TOWER,
@@ -248,6 +253,7 @@ FAMILIES: dict[str, Family] = {
             "qwen2_audio",
             "Qwen2AudioForConditionalGeneration",
             audio=audio_lengths.qwen2_audio_frames,
+            encoded=(_AUDIO,),
             placeholders={_AUDIO: "audio_token_index"},
             towers=("audio_tower", "multi_modal_projector"),
             decoder="language_model",
@@ -256,6 +262,7 @@ FAMILIES: dict[str, Family] = {
             "voxtral",
             "VoxtralForConditionalGeneration",
             audio=audio_lengths.voxtral_windows,
+            encoded=(_AUDIO,),
             placeholders={_AUDIO: "audio_token_id"},
             towers=("audio_tower", "multi_modal_projector"),
             decoder="language_model",

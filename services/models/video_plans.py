@@ -232,3 +232,12 @@ def _choose(clip: Clip, sampling: Sampling, indices: Callable[[], list[int]]) ->
 
 def _times(clip: Clip, indices: Sequence[int]) -> tuple[float, ...]:
     return tuple(clip.times[i] if clip.times else i / clip.fps for i in indices)
+
+
+def pruned(plan: ItemPlan, rate: float) -> ItemPlan:
+    """The plan with a share of ``rate`` of its rows dropped, but for as many as one step of time has.
+
+    Source: ``compute_retained_tokens_count`` of vLLM 0.11, whose ``--video-pruning-rate`` is meant.
+    """
+    rows = max(plan.rows // plan.grid.t, int(plan.rows * (1 - rate)))
+    return plan if rows >= plan.rows else replace(plan, rows=rows, whole_rows=plan.rows)

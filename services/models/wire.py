@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-import zlib
+import warnings
 
 import torch
+import xxhash
 
 from triptych.common.v1 import tensor_pb2
 
 assert sys.byteorder == "little", "tensors travel little-endian and are not swapped"
 
+warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to rows that arrived
 _TO_WIRE = {
     torch.float32: tensor_pb2.DATA_TYPE_FLOAT32,
     torch.bfloat16: tensor_pb2.DATA_TYPE_BFLOAT16,
@@ -35,28 +37,36 @@ def torch_dtype(dtype: tensor_pb2.DataType.ValueType) -> torch.dtype:
     return _FROM_WIRE[dtype]
 
 
-def to_chunk(rows: torch.Tensor, row_offset: int, total_rows: int) -> tensor_pb2.TensorChunk:
-    """Consecutive rows of a matrix of ``total_rows`` rows.
+def put_chunk(chunk: tensor_pb2.TensorChunk, rows: torch.Tensor, row_offset: int, total_rows: int) -> None:
+    """Write consecutive rows of a matrix of ``total_rows`` rows into an empty message, where it stands in a larger one.
 
     Args:
+        chunk: the message.
         rows: on the CPU.  # [num_rows, hidden]
         row_offset: index of the first of them within the matrix.
         total_rows: rows of the matrix.
     """
     assert rows.dim() == 2 and row_offset + rows.shape[0] <= total_rows, f"{tuple(rows.shape)} at {row_offset} of {total_rows}"
-    data = rows.contiguous().view(torch.uint8).numpy().tobytes() if rows.numel() else b""
-    return tensor_pb2.TensorChunk(
-        data=data,
-        shape=rows.shape,
-        dtype=wire_dtype(rows.dtype),
-        row_offset=row_offset,
-        total_rows=total_rows,
-        crc32=zlib.crc32(data),
-    )
+    if rows.numel():
+        data = rows.contiguous().view(torch.uint8).numpy().data.cast("B")
+        chunk.xxh3 = xxhash.xxh3_64_intdigest(data)  # brings it into the cache, from where it is copied
+        chunk.data = data.tobytes()
+    else:
+        chunk.xxh3 = xxhash.xxh3_64_intdigest(b"")
+    chunk.shape.extend(rows.shape)
+    chunk.dtype = wire_dtype(rows.dtype)
+    chunk.row_offset, chunk.total_rows = row_offset, total_rows
+
+
+def to_chunk(rows: torch.Tensor, row_offset: int, total_rows: int) -> tensor_pb2.TensorChunk:
+    """As :func:`put_chunk`, in a message of its own."""
+    chunk = tensor_pb2.TensorChunk()
+    put_chunk(chunk, rows, row_offset, total_rows)
+    return chunk
 
 
 def from_chunk(chunk: tensor_pb2.TensorChunk) -> torch.Tensor:
-    """The rows of a chunk, in memory of their own.  # [num_rows, hidden]
+    """The rows of a chunk, in memory of their own that must not be written to.  # [num_rows, hidden]
 
     Raises:
         ValueError: the chunk contradicts itself or was damaged on the way.
@@ -67,12 +77,12 @@ def from_chunk(chunk: tensor_pb2.TensorChunk) -> torch.Tensor:
     rows, hidden = chunk.shape
     if chunk.row_offset + rows > chunk.total_rows:
         raise ValueError(f"rows {chunk.row_offset} to {chunk.row_offset + rows} of a tensor of {chunk.total_rows} rows")
-    data = bytearray(chunk.data)  # writable, as torch wants it; each access of .data copies anyway
+    data = chunk.data  # each access copies
     expected = rows * hidden * dtype.itemsize
     if len(data) != expected:
         raise ValueError(f"a chunk of {rows} x {hidden} elements of {dtype.itemsize} bytes has {expected} bytes, got {len(data)}")
-    if zlib.crc32(data) != chunk.crc32:
-        raise ValueError("a chunk's CRC-32 does not match its data: it was damaged on the way")
+    if xxhash.xxh3_64_intdigest(data) != chunk.xxh3:
+        raise ValueError("a chunk's checksum does not match its data: it was damaged on the way")
     if not data:
         return torch.empty(rows, hidden, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).view(rows, hidden)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import torch
 from PIL import Image
 
@@ -31,7 +32,7 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 def image_preprocessor(checkpoint: Checkpoint) -> Callable[[Image.Image], Prepared]:
     """Prepares pictures that are alone in their request."""
     preprocess = Preprocessor(checkpoint, [Modality.IMAGE])
-    return lambda image: preprocess(image, checkpoint.plan_image(*image.size))
+    return lambda image: preprocess(np.array(image), checkpoint.plan_image(*image.size))
 
 
 @dataclass
@@ -69,10 +70,10 @@ class Client:
         response = await self.stub.Encode(encoder_pb2.EncodeRequest(**(request | changes)))
         return response.ref_id
 
-    async def encode_picture(self, image: Image.Image) -> str:
+    async def encode_picture(self, image: Image.Image, **changes: Any) -> str:
         plan = self.checkpoint.plan_image(*image.size)
         grid = media_pb2.Grid(t=plan.grid.t, h=plan.grid.h, w=plan.grid.w)
-        return await self.encode(file_bytes(image), plan.rows, grid, patches=plan.patches)
+        return await self.encode(file_bytes(image), plan.rows, grid, patches=plan.patches, **changes)
 
     async def fetch(self, *refs: str | tuple[str, int], **options: Any) -> list[Fetched]:
         items = [ref if isinstance(ref, tuple) else (ref, 0) for ref in refs]
@@ -142,7 +143,7 @@ async def running(model: Path | str, **options: Any) -> AsyncIterator[Client]:
     channel = open_channel(f"127.0.0.1:{port}")
     try:
         yield Client(service, f"127.0.0.1:{port}", channel, config)
-        service._store.check_integrity()
+        service.store.check_integrity()
     finally:
         await channel.close()
         await server.stop(0)

@@ -16,11 +16,13 @@ from encoder_harness import Client, error_of, image_preprocessor, running
 from prometheus_client import REGISTRY
 
 from services.encoder.batcher import Batcher
+from services.encoder.store import Header
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
-from services.models.media import Picture
+from services.models.media import Grid, Picture
 from tests.media_files import file_bytes, picture, png_header
 from triptych.common.v1 import media_pb2, tensor_pb2
+from triptych.encoder.v1 import encoder_pb2
 
 pytestmark = pytest.mark.asyncio
 Dirs = Callable[[str], Path]
@@ -29,7 +31,7 @@ Dirs = Callable[[str], Path]
 @contextmanager
 def gate(client: Client) -> Iterator[threading.Event]:
     """Holds every batch before the towers until the event is set, at the latest at the end."""
-    pipeline = client.service._servicer.pipeline
+    pipeline = client.service.servicer.pipeline
     assert pipeline is not None
     event, batcher = threading.Event(), pipeline._batcher
     encode = batcher._encode
@@ -184,9 +186,10 @@ async def test_rows_or_a_grid_other_than_planned_fail_the_item(checkpoint_dir: D
 async def test_a_full_encoder_refuses_with_a_delay(checkpoint_dir: Dirs) -> None:
     async with running(checkpoint_dir("qwen2_vl"), max_pending_items=2) as client:
         with gate(client):
-            refs = [await client.encode_picture(picture(30, 30)) for _ in range(2)]
+            refs = [await client.encode_picture(picture(30, 30, i)) for i in range(2)]
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await client.encode_picture(picture(30, 30))
+                await client.encode_picture(picture(30, 30, 2))
+            refs.append(await client.encode_picture(picture(30, 30, 1)))  # what is under way takes no place
         error = error_of(caught.value)
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_delay
         assert (error.reason, error.metadata) == ("ENCODER_FULL", {"limit": "2", "requested": "3"})
@@ -210,8 +213,9 @@ async def test_everything_is_back_after_release(checkpoint_dir: Dirs) -> None:
         load = await client.load()
         assert load.refs == 4 and load.encoded_items == 3
         assert load.held_bytes == sum(item.rows().nbytes for item in items[:3])
+        assert load.cached_items == 0
         with gate(client):
-            pending = [await client.encode_picture(picture(60, 60, i)) for i in range(4)]
+            pending = [await client.encode_picture(picture(60, 60, 10 + i)) for i in range(4)]
             reader = asyncio.create_task(client.fetch(*pending))
             await client.wait_until(lambda load: load.pending_items == 4 and load.tasks > start.tasks)
             await client.release(*done, failed, *pending, "unknown")
@@ -219,6 +223,40 @@ async def test_everything_is_back_after_release(checkpoint_dir: Dirs) -> None:
             await client.release(*done)
             end = await client.wait_until(lambda load: load.tasks == start.tasks)
         assert (end.refs, end.held_bytes, end.pending_items) == (0, 0, 0)
+        assert (end.cached_items, end.cached_bytes) == (3, load.held_bytes)
+
+
+async def test_a_hundred_requests_with_one_picture_encode_it_once(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("qwen2_vl")) as client:
+        image = picture(60, 60)
+        refs = await asyncio.gather(*(client.encode_picture(image) for _ in range(100)))
+        assert len(set(refs)) == 100
+        items = await client.fetch(*refs)
+        assert all(item.rows().equal(items[0].rows()) for item in items)
+        await client.release(*refs)
+        load = await client.load()
+        assert (load.encoded_items, load.cache_hits, load.cache_misses, load.refs, load.cached_items) == (1, 99, 1, 0, 1)
+        (again,) = await client.fetch(await client.encode_picture(image))
+        assert again.rows().equal(items[0].rows()) and again.done == encoder_pb2.ItemDone()
+        other = await client.encode_picture(image, cache_salt="another tenant")
+        assert (await client.fetch(other))[0].rows().equal(items[0].rows())
+        assert (await client.load()).encoded_items == 2
+
+
+async def test_a_reader_that_takes_nothing_costs_nothing_after_its_lease(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("qwen2_vl"), lease_seconds=1.0) as client:
+        start, store, rows = await client.load(), client.service.store, 20_000
+        ref = store.claim(b"larger than the buffers between the two ends", 0)
+        store.open(ref.entry, Header(rows, Grid(1, 1, rows), ((1024, torch.float32),)))
+        store.append(ref.entry, [torch.zeros(rows, 1024)])
+        call = client.stub.Fetch(encoder_pb2.FetchRequest(items=[encoder_pb2.FetchItem(ref_id=ref.ref_id)]))
+        responses = aiter(call)
+        assert (await anext(responses)).HasField("header")
+        await client.wait_until(lambda load: load.refs == 0 and load.held_bytes == 0)
+        assert store.empty.is_set()
+        last = [response async for response in responses][-1]
+        assert last.error.code == grpc.StatusCode.NOT_FOUND.value[0]
+        await client.wait_until(lambda load: load.tasks == start.tasks)
 
 
 async def test_cancelling_a_fetch_frees_its_reader(checkpoint_dir: Dirs) -> None:

@@ -50,7 +50,7 @@ class Gate:
 
     def __post_init__(self) -> None:
         self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
-        pipeline = self.encoder.service._servicer.pipeline
+        pipeline = self.encoder.service.servicer.pipeline
         assert pipeline is not None
         encode, commit = pipeline._batcher._encode, self.llm.engine.scheduler.commit
 

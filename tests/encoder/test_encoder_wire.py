@@ -32,7 +32,7 @@ def test_no_rows_are_a_chunk_too() -> None:
     ("change", "text"),
     [
         ({"data": b"\0" * 59}, "has 60 bytes, got 59"),
-        ({"crc32": 1}, "CRC-32"),
+        ({"xxh3": 1}, "checksum"),
         ({"dtype": tensor_pb2.DATA_TYPE_UNSPECIFIED}, "element type 0"),
         ({"dtype": 99}, "element type 99"),
         ({"shape": [3]}, "2 extents"),

@@ -211,17 +211,20 @@ def picture(width: int = 56, height: int = 56, format: str = "PNG", **options: A
     return out.getvalue()
 
 
-def part(content: str | bytes) -> gateway_pb2.Part:
+def part(content: str | bytes | tuple[str, bytes]) -> gateway_pb2.Part:
+    """Text, a picture, or a modality's name and a file of it."""
     if isinstance(content, str):
         return gateway_pb2.Part(text=content)
+    if isinstance(content, tuple):
+        return gateway_pb2.Part(**{content[0]: gateway_pb2.Media(data=content[1])})
     return gateway_pb2.Part(image=gateway_pb2.Media(data=content))
 
 
-def user(*parts: str | bytes) -> gateway_pb2.Message:
+def user(*parts: str | bytes | tuple[str, bytes]) -> gateway_pb2.Message:
     return gateway_pb2.Message(role=gateway_pb2.ROLE_USER, parts=[part(p) for p in parts])
 
 
-def ask(*parts: str | bytes, model: str = "", **sampling: Any) -> gateway_pb2.ChatRequest:
+def ask(*parts: str | bytes | tuple[str, bytes], model: str = "", **sampling: Any) -> gateway_pb2.ChatRequest:
     return gateway_pb2.ChatRequest(model=model, messages=[user(*parts)], sampling=sampling_pb2.SamplingParams(**sampling))
 
 

@@ -14,6 +14,7 @@ from gateway_fakes import Script, Stack, ask, part, picture, refused, stack, unt
 from tokenizers import Tokenizer
 
 from services.common.errors import ServiceError, invalid
+from services.gateway.media import Probed
 from services.gateway.prompt import Prompt, PromptMaker
 from services.gateway.validator import Conversation
 from services.models.checkpoint import open_checkpoint
@@ -327,7 +328,7 @@ async def test_estimates_touch_no_backend(qwen: Path) -> None:
         await s.service.backends.refresh()
         [model] = (await s.stub.ListModels(gateway_pb2.ListModelsRequest())).models
         assert (model.name, model.family, model.max_model_len) == ("qwen2_vl", "qwen2_vl", 2048)
-        assert list(model.modalities) == [media_pb2.MODALITY_IMAGE]
+        assert list(model.modalities) == [media_pb2.MODALITY_IMAGE, media_pb2.MODALITY_VIDEO]
 
 
 @pytest.mark.asyncio
@@ -355,11 +356,11 @@ async def test_long_texts_do_not_hold_up_short_ones(qwen: Path, monkeypatch: pyt
     begun, go_on = threading.Event(), threading.Event()
     make = PromptMaker.make
 
-    def slow_for_long_texts(self: PromptMaker, conversation: Conversation) -> Prompt:
+    def slow_for_long_texts(self: PromptMaker, conversation: Conversation, media: list[Probed]) -> Prompt:
         if any(len(p) > 100_000 for m in conversation.messages for p in m.parts if isinstance(p, str)):
             begun.set()
             assert go_on.wait(30)
-        return make(self, conversation)
+        return make(self, conversation, media)
 
     monkeypatch.setattr(PromptMaker, "make", slow_for_long_texts)
     async with stack(qwen) as s:

@@ -79,12 +79,7 @@ def message(**fields: Any) -> gateway_pb2.ChatRequest:
         (
             message(role=2, parts=[gateway_pb2.Part(audio=gateway_pb2.Media(data=b"x"))]),
             "messages[1].parts[0].audio",
-            "text and image",
-        ),
-        (
-            message(role=2, parts=[gateway_pb2.Part(video=gateway_pb2.Media(data=b"x"))]),
-            "messages[1].parts[0].video",
-            "text and image",
+            "it takes text and image and video",
         ),
         (ask(b"1", b"2", b"3"), "messages", "3 image parts, the limit is 2"),
         (ask(*"abcdef"), "messages", "6 parts, the limit is 5"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-from services.gateway.probe import ImageFacts
 from services.gateway.prompt import Item
 from services.gateway.wire import encode_to_proto, spans_to_proto
 from services.models.layout import Placement
-from services.models.media import Grid, ItemPlan, Modality
+from services.models.media import Grid, ItemPlan, Modality, Picture
 from triptych.common.v1 import media_pb2
 
 DIGEST = hashlib.sha256(b"bytes").digest()
@@ -19,7 +18,7 @@ VIDEO = ItemPlan(Modality.VIDEO, 12, Grid(1, 3, 4), 48, tiles=1, frames=(0, 5, 5
 
 def item(plan: ItemPlan) -> Item:
     placements = tuple(Placement(at, plan, 0, tokens, first, tokens) for at, tokens, first in ((1, 4, 0), (7, 8, 4)))
-    return Item("messages[0].parts[0].image", b"bytes", ImageFacts(DIGEST, 60, 40), plan, placements)
+    return Item("messages[0].parts[0].image", b"bytes", DIGEST, Picture(60, 40), plan, placements)
 
 
 def test_an_encoder_is_told_what_the_towers_need() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from bench.encoder import main as encoder
 from bench.engine import bookkeeping
+from bench.engine import main as engine
+from bench.preprocess import main as preprocess
+from bench.preprocess import pictures, recordings
 from bench.pruning import main as pruning
-
-ROOT = Path(__file__).resolve().parents[2]
+from bench.transport import main as transport_main
+from bench.transport import measure as transport
 
 
 def test_bookkeeping_is_measured_at_every_context() -> None:
@@ -31,7 +32,21 @@ def test_the_encoder_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert "packed_cpu_ms" in out and "picture of 7 tiles" in out and "video of 32 frames" in out
 
 
-@pytest.mark.parametrize("module", ["bench.encoder", "bench.engine", "bench.pruning"])
-def test_help_has_examples_or_says_what_it_takes(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+def test_preprocessing_is_measured_on_equal_terms() -> None:
+    rows = pictures([(300, 200)], ["qwen2_vl", "llava"], 1)
+    assert [row["by"] for row in rows] == 2 * ["Pillow + numpy", "HF slow", "HF fast", "ours"]
+    assert all(row["CPU ms"] > 0 and row["mean"] < 0.5 for row in rows)
+    assert [row["by"] for row in recordings([0.5], 1)] == ["HF, numpy", "HF, torch", "ours"]
+
+
+def test_transport_is_measured() -> None:
+    rows = transport(1, 1, 1)
+    assert [row["rows are"] for row in rows] == ["sent, 256 KiB", "sent, 1 MiB", "read in place"]
+    assert all(row["CPU s per GB"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("main", [encoder, engine, preprocess, pruning, transport_main], ids=lambda main: main.__module__)
+def test_help_says_what_it_takes(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and "usage" in capsys.readouterr().out

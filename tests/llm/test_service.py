@@ -61,7 +61,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServiceServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
             chunk = to_chunk(self.rows[row : row + 1], row, len(self.rows))
             if self.damaged:
-                chunk.crc32 ^= 1
+                chunk.xxh3 ^= 1
             yield encoder_pb2.FetchResponse(chunk=encoder_pb2.ItemChunk(rows=chunk))
         yield encoder_pb2.FetchResponse(done=encoder_pb2.ItemDone(preprocess_seconds=0.25, encode_seconds=0.5))
 

@@ -1,6 +1,7 @@
 """Greedy tokens through the running stack equal ``generate()``; the first step's logits within 1e-4.
 
-Two families that see and two that do not are asked much; of the others that see, a stack each is asked a little.
+Two families that see and two that do not are asked much; of the others that see or hear, a stack each is asked a little.
+Recordings and videos are real files, in every format that is taken.
 """
 
 from __future__ import annotations
@@ -13,23 +14,35 @@ from pathlib import Path
 import pytest
 
 from scripts.local_stack import local_stack
+from services.models.checkpoint import open_checkpoint
+from services.models.media import Modality
 from services.models.registry import FAMILIES
 from services.models.wire import from_chunk
 from tests.oracle import Takes, catalogue
-from tests.reference import NEW_TOKENS, Answer, Ask, Oracle, asks, picture
+from tests.reference import NEW_TOKENS, Answer, Ask, Oracle, Part, Sound, asks, picture
 from tests.stack.conftest import RunningStack, gather_limited
+from tests.stack.real_media import VideoFile, media_asks
 from triptych.common.v1 import sampling_pb2
 from triptych.gateway.v1 import gateway_pb2
 
 REQUESTS = 20
 ASKED_MUCH = ["qwen2_vl", "llava", "llama", "qwen2"]
-ASKED_LITTLE = [f.model_type for f in FAMILIES.values() if f.image and f.model_type not in ASKED_MUCH]
+ASKED_LITTLE = [f.model_type for f in FAMILIES.values() if f.encoded and f.model_type not in ASKED_MUCH]
 ROLES = {"user": gateway_pb2.ROLE_USER, "assistant": gateway_pb2.ROLE_ASSISTANT, "system": gateway_pb2.ROLE_SYSTEM}
 
 
 def chat_request(ask: Ask, new_tokens: int = NEW_TOKENS) -> gateway_pb2.ChatRequest:
-    def part(p: str | bytes) -> gateway_pb2.Part:
-        return gateway_pb2.Part(text=p) if isinstance(p, str) else gateway_pb2.Part(image=gateway_pb2.Media(data=p))
+    def part(p: Part) -> gateway_pb2.Part:
+        match p:
+            case str():
+                return gateway_pb2.Part(text=p)
+            case bytes():
+                return gateway_pb2.Part(image=gateway_pb2.Media(data=p))
+            case Sound():
+                return gateway_pb2.Part(audio=gateway_pb2.Media(data=p.wav))
+            case VideoFile():
+                return gateway_pb2.Part(video=gateway_pb2.Media(data=p.file))
+        raise AssertionError(f"{type(p)} is in no file")
 
     messages = [gateway_pb2.Message(role=ROLES[role], parts=[part(p) for p in parts]) for role, parts in ask.turns]
     sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, include_first_logits=True)
@@ -44,8 +57,10 @@ def check(ask: Ask, answer: Answer, tokens: list[int], responses: list[gateway_p
     assert usage.prompt_tokens == len(answer.prompt)
     assert usage.completion_tokens == NEW_TOKENS
     details = usage.prompt_tokens_details
-    assert details.text + details.image == usage.prompt_tokens
+    assert details.text + details.image + details.audio + details.video == usage.prompt_tokens
     assert bool(details.image) == bool(ask.pictures)
+    assert bool(details.video) == bool(ask.clips)
+    assert bool(details.audio) == any(isinstance(part, Sound) for _, parts in ask.turns for part in parts)
 
 
 @pytest.fixture(scope="module", params=ASKED_MUCH)
@@ -80,10 +95,21 @@ async def test_sixteen_at_once(asked: tuple[RunningStack, list[tuple[Ask, Answer
     assert loads.llm.largest_batch > 1, "requests were not batched"
 
 
+@pytest.mark.asyncio
+async def test_videos(checkpoint_dir: Callable[[str], Path], start_stack: Callable[[str], RunningStack]) -> None:
+    """Of the one family that is asked much and takes them."""
+    path = checkpoint_dir("qwen2_vl")
+    oracle, stack = Oracle(path), start_stack("qwen2_vl")
+    for ask in media_asks(open_checkpoint(str(path)), catalogue("TAKES")["qwen2_vl"], picture(random.Random(7), 90, 64, "PNG")):
+        check(ask, oracle.answer(ask), *await stack.tokens(chat_request(ask)))
+
+
 def few_asks(family: str) -> list[Ask]:
     """Small pictures, alone and beside each other, in several turns; and none, where the family can do without."""
     rng, takes = random.Random(family), catalogue("TAKES").get(family, Takes())
     one, other, wide = (picture(rng, *size, kind) for *size, kind in [(64, 90, "PNG"), (75, 75, "JPEG"), (201, 60, "PNG")])
+    if Modality.IMAGE not in takes.modalities:
+        return [Ask([("user", ["what do you hear ?"])])]
     made = [Ask([("user", [one, "what is this ?"])]), Ask([("user", ["what", wide])])]
     if takes.items > 1:
         made.append(Ask([("user", [other, "and", one, "which ?"])]))
@@ -102,14 +128,17 @@ def asked_little(
     oracle = Oracle(path)
     flags = ["--max-model-len", "4096"] if request.param == "phi4_multimodal" else []  # as far as its first frequencies reach
     with local_stack("--model", str(path), "--dtype", "float32", *flags, log_dir=tmp_path, quiet=True) as stack:
-        yield RunningStack(stack, tmp_path), [(ask, oracle.answer(ask)) for ask in few_asks(request.param)]
+        takes = catalogue("TAKES").get(request.param, Takes())
+        few = [*few_asks(request.param), *media_asks(open_checkpoint(str(path)), takes, picture(random.Random(7), 90, 64, "PNG"))]
+        yield RunningStack(stack, tmp_path), [(ask, oracle.answer(ask)) for ask in few]
 
 
 @pytest.mark.asyncio
-async def test_every_family_that_sees(asked_little: tuple[RunningStack, list[tuple[Ask, Answer]]]) -> None:
+async def test_every_family_that_sees_or_hears(asked_little: tuple[RunningStack, list[tuple[Ask, Answer]]]) -> None:
     stack, pairs = asked_little
     check(*pairs[0], *await stack.tokens(chat_request(pairs[0][0])))
-    results = await asyncio.gather(*(stack.tokens(chat_request(ask)) for ask, _ in pairs))
+    limited = gather_limited(8)
+    results = await asyncio.gather(*(limited(stack.tokens(chat_request(ask))) for ask, _ in pairs))
     for (ask, answer), result in zip(pairs, results, strict=True):
         check(ask, answer, *result)
     stack.wait_until(lambda loads: not loads.busy(), 5)

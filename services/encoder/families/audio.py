@@ -8,17 +8,21 @@ import numpy as np
 import torch
 
 from services.encoder.features import FIRST_EXTENT, Cut, Inputs, Levels, Scheme
+from services.encoder.mel import log_mel
 from services.models.hf import masking_utils
 from services.models.media import ItemPlan
 
 
-def _mel(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
+def _frames_of(processor: Any, samples: np.ndarray) -> int:
+    return -(-len(samples) // int(processor.hop_length))
+
+
+def _qwen2_audio(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
     """Mel frames, padded with silence to the longest that the model hears, and which of them are sound."""
-    output = processor(
-        samples[: plan.samples], sampling_rate=processor.sampling_rate, padding="max_length", return_attention_mask=True,
-        return_tensors="pt",
-    )  # fmt: skip
-    return {"input_features": output["input_features"], "feature_attention_mask": output["attention_mask"]}
+    heard = samples[: min(plan.samples, processor.n_samples)]
+    mel = log_mel(processor, heard, processor.n_samples)
+    mask = (torch.arange(mel.shape[1]) < _frames_of(processor, heard)).long()
+    return {"input_features": mel[None], "feature_attention_mask": mask[None]}
 
 
 def _qwen2_audio_features(base: Any, inputs: Inputs) -> Levels:
@@ -37,12 +41,9 @@ def _qwen2_audio_features(base: Any, inputs: Inputs) -> Levels:
 
 def _voxtral(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
     """Windows of 30 seconds, the last one padded with silence; mel frames are those of the whole recording."""
-    output = processor(
-        samples[: plan.samples], sampling_rate=processor.sampling_rate, padding=True, truncation=False,
-        pad_to_multiple_of=processor.n_samples, return_tensors="pt",
-    )  # fmt: skip
-    windows = output["input_features"].reshape(processor.feature_size, -1, processor.nb_max_frames)
-    return {"input_features": windows.transpose(0, 1)}  # [windows, bins, frames]
+    heard, window = samples[: plan.samples], processor.n_samples
+    mel = log_mel(processor, heard, -(-len(heard) // window) * window)
+    return {"input_features": mel.reshape(len(mel), -1, processor.nb_max_frames).transpose(0, 1)}  # [windows, bins, frames]
 
 
 def _voxtral_features(base: Any, inputs: Inputs) -> Levels:
@@ -57,9 +58,10 @@ def _windows_of(inputs: Inputs) -> int:
 
 def _omni(processor: Any, samples: np.ndarray, plan: ItemPlan) -> Inputs:
     """Frames without their padding, behind one another: the tower parts them by their number."""
-    mel = _mel(processor, samples, plan)
-    frames = mel["feature_attention_mask"].sum(-1)  # [1]
-    return {"frames": mel["input_features"][0].T[: int(frames)].contiguous(), "counts": frames.long()}  # [frames, bins], [1]
+    heard = samples[: min(plan.samples, processor.n_samples)]
+    frames = _frames_of(processor, heard)
+    mel = log_mel(processor, heard, min(processor.n_samples, (frames + 2) * processor.hop_length))
+    return {"frames": mel.T[:frames].contiguous(), "counts": torch.tensor([frames])}  # [frames, bins], [1]
 
 
 def _omni_features(base: Any, inputs: Inputs) -> Levels:
@@ -86,7 +88,7 @@ def _omni_take(inputs: Inputs, config: Any, start: int, stop: int) -> Inputs:
 
 
 AUDIO = {
-    "qwen2_audio": Scheme(_mel, _qwen2_audio_features),
+    "qwen2_audio": Scheme(_qwen2_audio, _qwen2_audio_features),
     "voxtral": Scheme(_voxtral, _voxtral_features, entries=_windows_of, cut=FIRST_EXTENT),
     "qwen2_5_omni_thinker": Scheme(_omni, _omni_features, cut=Cut(_omni_units, _omni_take)),
 }

@@ -1,4 +1,4 @@
-"""How each family prepares and encodes pictures. A picture is a ``PIL.Image`` of mode RGB."""
+"""How each family prepares and encodes pictures. A picture is ``pixels.view`` of one: uint8 ``[3, height, width]``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from PIL import Image
 
 from services.encoder.features import FIRST_EXTENT, Inputs, Levels, Scheme
+from services.encoder.pixels import patches
 from services.models.media import Grid, ItemPlan
 
 _GEMMA3_CROPS = {  # where published files say null; the processor's own arithmetic needs numbers
@@ -22,11 +22,21 @@ _GEMMA3_CROPS = {  # where published files say null; the processor's own arithme
 def _processed(*names: str, **settings: Any) -> Callable[[Any, Any, ItemPlan], Inputs]:
     """What the processor makes of a picture, with settings that the family's whole processor forces."""
 
-    def prepare(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+    def prepare(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
         output = processor(images=[picture], return_tensors="pt", **settings)
         return {name: output[name] for name in names}
 
     return prepare
+
+
+def _qwen(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
+    """Its own patches, which do not depend on the plan: a picture that is not as planned must come to light."""
+    frames = picture[None]
+    if processor.do_resize:
+        factor = processor.patch_size * processor.merge_size
+        frames = processor.resize(frames, processor.size, processor.resample, factor)
+    pixels, grid = patches(processor, frames)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[grid.t, grid.h, grid.w]])}
 
 
 def picture_features(base: Any, inputs: Inputs) -> Levels:
@@ -61,32 +71,32 @@ def _pixel_grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> Gr
     return Grid(1, height // patch, width // patch)
 
 
-def _llava_next(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+def _llava_next(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     output = processor(images=[picture], do_pad=True, return_tensors="pt")
     return {"pixel_values": output["pixel_values"][0], "image_sizes": output["image_sizes"]}  # [tiles, ...], [1, 2]
 
 
-def _llava_onevision(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+def _llava_onevision(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """A picture that is alone in its request is tiled, so that it has two tiles at least; one of several is a single tile.
 
     The processor tells them apart by how many stand in a list, the model by ``batch_num_images``, where anything but 1 means
     several. Here a speck stands for the others and is dropped again.
     """
     alone = plan.tiles != 1
-    beside = [] if alone else [Image.new("RGB", (1, 1))]
+    beside = [] if alone else [picture[:, :1, :1]]
     output = processor(images=[[picture, *beside]], return_tensors="pt")
     inputs = {"pixel_values": output["pixel_values"][0], "image_sizes": output["image_sizes"][:1]}
     return inputs if alone else {**inputs, "batch_num_images": output["batch_num_images"]}
 
 
-def _idefics3(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+def _idefics3(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """Tiles as if each were a request of its own, so that each becomes an entry."""
     output = processor(images=[picture], return_tensors="pt")
     pixels, mask = output["pixel_values"][0], output["pixel_attention_mask"][0].bool()
     return {"pixel_values": pixels.unsqueeze(1), "pixel_attention_mask": mask.unsqueeze(1)}  # [tiles, 1, ...]
 
 
-def _gemma3(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+def _gemma3(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """Views: the whole picture, then its crops. Crops are cut where the files say so, which the whole processor overrides."""
     said = {name: getattr(processor, name, None) for name in _GEMMA3_CROPS}
     settings = {name: _GEMMA3_CROPS[name] if value is None else value for name, value in said.items()}
@@ -105,7 +115,7 @@ def _mllama_grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> G
     return Grid(int(mask.sum()), mask.shape[-1], plan.rows // mask.shape[-1])
 
 
-def _phi4(processor: Any, picture: Image.Image, plan: ItemPlan) -> Inputs:
+def _phi4(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """``causal`` is there where no picture of the request is padded: only its name matters, it keeps such items together."""
     output = processor(images=[picture], return_tensors="pt")
     inputs = {name: output[name] for name in ("image_pixel_values", "image_sizes", "num_img_tokens")}
@@ -134,7 +144,7 @@ def _phi4_features(base: Any, inputs: Inputs) -> Levels:
     return [rows[0].split(counts)]
 
 
-_QWEN = Scheme(_processed("pixel_values", "image_grid_thw"), picture_features, patch_grid("image_grid_thw"))
+_QWEN = Scheme(_qwen, picture_features, patch_grid("image_grid_thw"))
 _IDEFICS3 = Scheme(_idefics3, picture_features, tile_grid, tiles_of, FIRST_EXTENT)
 
 IMAGES = {

@@ -1,4 +1,5 @@
-"""How each family prepares and encodes videos. A video is the frames that its plan names: [frames, height, width, 3] of uint8.
+"""How each family prepares and encodes videos. A video is ``pixels.view`` of the frames that its plan names: uint8
+``[frames, 3, height, width]``.
 
 Which frames those are and when they are shown was decided with the plan; no processor samples again.
 """
@@ -7,38 +8,41 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from services.encoder.families.images import patch_grid, picture_features, tile_grid, tiles_of
 from services.encoder.features import FIRST_EXTENT, Cut, Inputs, Levels, Scheme
+from services.encoder.pixels import patches
+from services.models.hf import transformers
 from services.models.media import ItemPlan
 from services.models.video_plans import OMNI_PIXELS
 
 
-def _processed(processor: Any, frames: np.ndarray, **settings: Any) -> Inputs:
-    inputs: Inputs = processor(
-        videos=[frames], do_sample_frames=False, input_data_format="channels_last", return_tensors="pt", **settings
-    )
+def _processed(processor: Any, frames: torch.Tensor) -> Inputs:
+    inputs: Inputs = processor(videos=[frames], do_sample_frames=False, input_data_format="channels_first", return_tensors="pt")
     return inputs
 
 
-def _qwen(processor: Any, frames: np.ndarray, plan: ItemPlan, **settings: Any) -> Inputs:
-    cap = bool(getattr(processor, "cap_pixels_per_frame", None))  # not said: off, as the plan has it
-    output = _processed(processor, frames, cap_pixels_per_frame=cap, **settings)
-    return {name: output[name] for name in ("pixel_values_videos", "video_grid_thw")}
+def _qwen(processor: Any, frames: torch.Tensor, plan: ItemPlan, size: Any = None) -> Inputs:
+    if processor.do_resize:
+        factor, pair = processor.patch_size * processor.merge_size, processor.temporal_patch_size
+        cap = bool(getattr(processor, "cap_pixels_per_frame", None))  # not said: off, as the plan has it
+        size = size or processor.size
+        (frames,) = processor.resize(frames[None], size, processor.resample, factor, pair, cap_pixels_per_frame=cap)
+    pixels, grid = patches(processor, frames)
+    return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[grid.t, grid.h, grid.w]])}
 
 
-def _omni(processor: Any, frames: np.ndarray, plan: ItemPlan) -> Inputs:
+def _omni(processor: Any, frames: torch.Tensor, plan: ItemPlan) -> Inputs:
     """The whole processor forces a size of its own, whatever the files say."""
-    return _qwen(processor, frames, plan, size=OMNI_PIXELS)
+    return _qwen(processor, frames, plan, size=transformers.image_utils.SizeDict(**OMNI_PIXELS))
 
 
-def _llava_onevision(processor: Any, frames: np.ndarray, plan: ItemPlan) -> Inputs:
+def _llava_onevision(processor: Any, frames: torch.Tensor, plan: ItemPlan) -> Inputs:
     return {"pixel_values_videos": _processed(processor, frames)["pixel_values_videos"]}  # [1, frames, ...]
 
 
-def _internvl(processor: Any, frames: np.ndarray, plan: ItemPlan) -> Inputs:
+def _internvl(processor: Any, frames: torch.Tensor, plan: ItemPlan) -> Inputs:
     """Frames are tiles to the towers."""
     return {"pixel_values": _processed(processor, frames)["pixel_values_videos"][0]}  # [frames, ...]
 

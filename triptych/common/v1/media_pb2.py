@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/common/v1/media.proto\x12\x12triptych.common.v1\"\'\n\x04Grid\x12\t\n\x01t\x18\x01 \x01(\r\x12\t\n\x01h\x18\x02 \x01(\r\x12\t\n\x01w\x18\x03 \x01(\r\"3\n\x0c\x45mbeddingRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x17\n\x0f\x65ncoder_address\x18\x02 \x01(\t\"\xe8\x01\n\x04Span\x12.\n\x08modality\x18\x01 \x01(\x0e\x32\x1c.triptych.common.v1.Modality\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12&\n\x04grid\x18\x04 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12-\n\x03ref\x18\x06 \x01(\x0b\x32 .triptych.common.v1.EmbeddingRef\x12\x18\n\x10seconds_per_grid\x18\x07 \x01(\x02\x12\x11\n\tfirst_row\x18\x08 \x01(\r*`\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_AUDIO\x10\x02\x12\x12\n\x0eMODALITY_VIDEO\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/common/v1/media.proto\x12\x12triptych.common.v1\"\'\n\x04Grid\x12\t\n\x01t\x18\x01 \x01(\r\x12\t\n\x01h\x18\x02 \x01(\r\x12\t\n\x01w\x18\x03 \x01(\r\"3\n\x0c\x45mbeddingRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x17\n\x0f\x65ncoder_address\x18\x02 \x01(\t\"\xfc\x01\n\x04Span\x12.\n\x08modality\x18\x01 \x01(\x0e\x32\x1c.triptych.common.v1.Modality\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12&\n\x04grid\x18\x04 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12-\n\x03ref\x18\x06 \x01(\x0b\x32 .triptych.common.v1.EmbeddingRef\x12\x18\n\x10seconds_per_grid\x18\x07 \x01(\x02\x12\x11\n\tfirst_row\x18\x08 \x01(\r\x12\x12\n\nwhole_rows\x18\t \x01(\r*`\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_AUDIO\x10\x02\x12\x12\n\x0eMODALITY_VIDEO\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.common.v1.media_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODALITY']._serialized_start=383
-  _globals['_MODALITY']._serialized_end=479
+  _globals['_MODALITY']._serialized_start=403
+  _globals['_MODALITY']._serialized_end=499
   _globals['_GRID']._serialized_start=54
   _globals['_GRID']._serialized_end=93
   _globals['_EMBEDDINGREF']._serialized_start=95
   _globals['_EMBEDDINGREF']._serialized_end=146
   _globals['_SPAN']._serialized_start=149
-  _globals['_SPAN']._serialized_end=381
+  _globals['_SPAN']._serialized_end=401
 # @@protoc_insertion_point(module_scope)

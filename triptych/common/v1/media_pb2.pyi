@@ -115,6 +115,7 @@ class Span(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     SECONDS_PER_GRID_FIELD_NUMBER: _builtins.int
     FIRST_ROW_FIELD_NUMBER: _builtins.int
+    WHOLE_ROWS_FIELD_NUMBER: _builtins.int
     modality: Global___Modality.ValueType
     """What the item is."""
     offset: _builtins.int
@@ -128,6 +129,10 @@ class Span(_message.Message):
     first_row: _builtins.int
     """The first of the ref's rows that this run stands for. An item whose placeholders stand in several runs (tiles with tags
     between them, frames with times) has one span per run, all with the same ref; together they stand for all of its rows.
+    """
+    whole_rows: _builtins.int
+    """Rows that the item had before pruning, which is what its grid says; 0 where nothing was pruned. Which of them are left, the
+    encoder tells; those keep their positions.
     """
     @_builtins.property
     def grid(self) -> Global___Grid:
@@ -150,10 +155,11 @@ class Span(_message.Message):
         ref: Global___EmbeddingRef | None = ...,
         seconds_per_grid: _builtins.float = ...,
         first_row: _builtins.int = ...,
+        whole_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_row", b"first_row", "grid", b"grid", "modality", b"modality", "offset", b"offset", "ref", b"ref", "rows", b"rows", "seconds_per_grid", b"seconds_per_grid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_row", b"first_row", "grid", b"grid", "modality", b"modality", "offset", b"offset", "ref", b"ref", "rows", b"rows", "seconds_per_grid", b"seconds_per_grid", "whole_rows", b"whole_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

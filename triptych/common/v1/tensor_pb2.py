@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/common/v1/tensor.proto\x12\x12triptych.common.v1\"\x8e\x01\n\x0bTensorChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05shape\x18\x02 \x03(\r\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.triptych.common.v1.DataType\x12\x12\n\nrow_offset\x18\x04 \x01(\r\x12\x12\n\ntotal_rows\x18\x05 \x01(\r\x12\r\n\x05\x63rc32\x18\x06 \x01(\r*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/common/v1/tensor.proto\x12\x12triptych.common.v1\"\x8d\x01\n\x0bTensorChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05shape\x18\x02 \x03(\r\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.triptych.common.v1.DataType\x12\x12\n\nrow_offset\x18\x04 \x01(\r\x12\x12\n\ntotal_rows\x18\x05 \x01(\r\x12\x0c\n\x04xxh3\x18\x06 \x01(\x06*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.common.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=200
-  _globals['_DATATYPE']._serialized_end=307
+  _globals['_DATATYPE']._serialized_start=199
+  _globals['_DATATYPE']._serialized_end=306
   _globals['_TENSORCHUNK']._serialized_start=56
-  _globals['_TENSORCHUNK']._serialized_end=198
+  _globals['_TENSORCHUNK']._serialized_end=197
 # @@protoc_insertion_point(module_scope)

@@ -58,7 +58,7 @@ class TensorChunk(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     ROW_OFFSET_FIELD_NUMBER: _builtins.int
     TOTAL_ROWS_FIELD_NUMBER: _builtins.int
-    CRC32_FIELD_NUMBER: _builtins.int
+    XXH3_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """shape[0] * shape[1] elements."""
     dtype: Global___DataType.ValueType
@@ -67,8 +67,8 @@ class TensorChunk(_message.Message):
     """Index of the first row within the whole tensor."""
     total_rows: _builtins.int
     """Rows of the whole tensor."""
-    crc32: _builtins.int
-    """CRC-32 (as in zlib) of data."""
+    xxh3: _builtins.int
+    """XXH3 of data, 64 bits, without a seed."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows in this chunk, then elements per row."""
@@ -81,11 +81,11 @@ class TensorChunk(_message.Message):
         dtype: Global___DataType.ValueType = ...,
         row_offset: _builtins.int = ...,
         total_rows: _builtins.int = ...,
-        crc32: _builtins.int = ...,
+        xxh3: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "data", b"data", "dtype", b"dtype", "row_offset", b"row_offset", "shape", b"shape", "total_rows", b"total_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "row_offset", b"row_offset", "shape", b"shape", "total_rows", b"total_rows", "xxh3", b"xxh3"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

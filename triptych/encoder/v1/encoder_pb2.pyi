@@ -39,6 +39,8 @@ class EncodeRequest(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     MASKED_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    WHOLE_ROWS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, for logs."""
     modality: _media_pb2.Modality.ValueType
@@ -59,6 +61,12 @@ class EncodeRequest(_message.Message):
     """Audio: samples of one channel to encode, at the model's rate; the rest is cut off."""
     masked: _builtins.bool
     """Image: whether some picture of the request is padded, in families whose towers then see all of them otherwise (Phi-4)."""
+    cache_salt: _builtins.str
+    """Separates tenants: embeddings are only found again by requests with the same salt."""
+    whole_rows: _builtins.int
+    """Video: rows before pruning. Where it is more than expected_rows, those of patches that change least from frame to frame are
+    dropped until expected_rows are left (EVS).
+    """
     @_builtins.property
     def expected_grid(self) -> _media_pb2.Grid:
         """Grid that the gateway planned."""
@@ -86,10 +94,12 @@ class EncodeRequest(_message.Message):
         times: _abc.Iterable[_builtins.float] | None = ...,
         samples: _builtins.int = ...,
         masked: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
+        whole_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_grid", b"expected_grid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "frames", b"frames", "masked", b"masked", "modality", b"modality", "patches", b"patches", "request_id", b"request_id", "samples", b"samples", "tiles", b"tiles", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "frames", b"frames", "masked", b"masked", "modality", b"modality", "patches", b"patches", "request_id", b"request_id", "samples", b"samples", "tiles", b"tiles", "times", b"times", "whole_rows", b"whole_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,10 +136,15 @@ class FetchRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, for logs."""
     max_chunk_bytes: _builtins.int
     """Largest chunk in bytes; unset means 512 KiB. At least one row is sent in each chunk."""
+    place: _builtins.str
+    """Where the caller runs, as the boot id and PID namespace of its kernel, if it can open another process's memory there. An encoder
+    in the same place may let it read rows where they lie instead of sending them.
+    """
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchItem]:
         """Which rows."""
@@ -140,10 +155,11 @@ class FetchRequest(_message.Message):
         request_id: _builtins.str = ...,
         items: _abc.Iterable[Global___FetchItem] | None = ...,
         max_chunk_bytes: _builtins.int | None = ...,
+        place: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_chunk_bytes", b"_max_chunk_bytes", "max_chunk_bytes", b"max_chunk_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chunk_bytes", b"_max_chunk_bytes", "items", b"items", "max_chunk_bytes", b"max_chunk_bytes", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_chunk_bytes", b"_max_chunk_bytes", "items", b"items", "max_chunk_bytes", b"max_chunk_bytes", "place", b"place", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_chunk_bytes: _TypeAlias = _typing.Literal["max_chunk_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_chunk_bytes: _TypeAlias = _typing.Literal["_max_chunk_bytes", b"_max_chunk_bytes"]  # noqa: Y015
@@ -188,6 +204,7 @@ class FetchResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     item: _builtins.int
     """Index into FetchRequest.items."""
     @_builtins.property
@@ -206,6 +223,10 @@ class FetchResponse(_message.Message):
     def error(self) -> _error_pb2.ErrorStatus:
         """Or last, when the item failed; the other items go on."""
 
+    @_builtins.property
+    def ready(self) -> Global___RowsReady:
+        """Instead of chunks, where the header has shared_memory: the first rows of every feature lie there."""
+
     def __init__(
         self,
         *,
@@ -214,12 +235,13 @@ class FetchResponse(_message.Message):
         chunk: Global___ItemChunk | None = ...,
         done: Global___ItemDone | None = ...,
         error: _error_pb2.ErrorStatus | None = ...,
+        ready: Global___RowsReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "header", b"header", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "header", b"header", "item", b"item"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "error", b"error", "event", b"event", "header", b"header", "item", b"item", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["header", "chunk", "done", "error"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["header", "chunk", "done", "error", "ready"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -235,6 +257,8 @@ class ItemHeader(_message.Message):
     GRID_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    KEPT_ROWS_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Rows of each feature."""
     model_fingerprint: _builtins.str
@@ -247,6 +271,14 @@ class ItemHeader(_message.Message):
     def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___Feature]:
         """feature 0 is merged into the prompt; later ones are added inside the decoder (Qwen3-VL's deepstack)."""
 
+    @_builtins.property
+    def shared_memory(self) -> Global___SharedMemory:
+        """Where the rows lie. The features lie one behind the other, each from a multiple of 64 bytes on."""
+
+    @_builtins.property
+    def kept_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a pruned item, which of its whole rows are left, ascending; empty where nothing was pruned."""
+
     def __init__(
         self,
         *,
@@ -254,14 +286,72 @@ class ItemHeader(_message.Message):
         grid: _media_pb2.Grid | None = ...,
         features: _abc.Iterable[Global___Feature] | None = ...,
         model_fingerprint: _builtins.str = ...,
+        shared_memory: Global___SharedMemory | None = ...,
+        kept_rows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "grid", b"grid", "model_fingerprint", b"model_fingerprint", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "grid", b"grid", "kept_rows", b"kept_rows", "model_fingerprint", b"model_fingerprint", "rows", b"rows", "shared_memory", b"shared_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ItemHeader: _TypeAlias = ItemHeader  # noqa: Y015
+
+@_typing.final
+class SharedMemory(_message.Message):
+    """Memory of the encoder, to be opened for reading as /proc/PID/fd/DESCRIPTOR while the stream is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    INODE_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """The encoder's process."""
+    descriptor: _builtins.int
+    """Its descriptor."""
+    inode: _builtins.int
+    """Its inode, which tells it from another that took the descriptor's number."""
+    bytes: _builtins.int
+    """Its size in bytes."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+        inode: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "descriptor", b"descriptor", "inode", b"inode", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
+
+@_typing.final
+class RowsReady(_message.Message):
+    """Rows that lie in shared memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """How many of every feature, from the first on."""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowsReady: _TypeAlias = RowsReady  # noqa: Y015
 
 @_typing.final
 class Feature(_message.Message):
@@ -403,7 +493,7 @@ Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
 class GetLoadResponse(_message.Message):
-    """The encoder's load; every figure but the counter is back at its start value when nothing runs."""
+    """The encoder's load; every figure but counters and the cache is back at its start value when nothing runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -414,6 +504,11 @@ class GetLoadResponse(_message.Message):
     ENCODED_ITEMS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
+    CACHED_ITEMS_FIELD_NUMBER: _builtins.int
+    CACHED_BYTES_FIELD_NUMBER: _builtins.int
+    CACHE_HITS_FIELD_NUMBER: _builtins.int
+    CACHE_MISSES_FIELD_NUMBER: _builtins.int
+    CACHE_EVICTIONS_FIELD_NUMBER: _builtins.int
     pending_items: _builtins.int
     """Items accepted and not yet encoded."""
     refs: _builtins.int
@@ -428,6 +523,16 @@ class GetLoadResponse(_message.Message):
     """Fingerprint of the checkpoint."""
     parameter_bytes: _builtins.int
     """Bytes of parameters loaded."""
+    cached_items: _builtins.int
+    """Items kept that no ref holds; they stay until there is no room."""
+    cached_bytes: _builtins.int
+    """Their bytes."""
+    cache_hits: _builtins.int
+    """Items asked for since the start that were there or under way."""
+    cache_misses: _builtins.int
+    """Items asked for that were not."""
+    cache_evictions: _builtins.int
+    """Items dropped since the start to make room."""
     def __init__(
         self,
         *,
@@ -438,10 +543,15 @@ class GetLoadResponse(_message.Message):
         encoded_items: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
         parameter_bytes: _builtins.int = ...,
+        cached_items: _builtins.int = ...,
+        cached_bytes: _builtins.int = ...,
+        cache_hits: _builtins.int = ...,
+        cache_misses: _builtins.int = ...,
+        cache_evictions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded_items", b"encoded_items", "held_bytes", b"held_bytes", "model_fingerprint", b"model_fingerprint", "parameter_bytes", b"parameter_bytes", "pending_items", b"pending_items", "refs", b"refs", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_evictions", b"cache_evictions", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "cached_bytes", b"cached_bytes", "cached_items", b"cached_items", "encoded_items", b"encoded_items", "held_bytes", b"held_bytes", "model_fingerprint", b"model_fingerprint", "parameter_bytes", b"parameter_bytes", "pending_items", b"pending_items", "refs", b"refs", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,7 +62,8 @@ class EncoderServiceServicer(object):
     """
 
     def Encode(self, request, context):
-        """Accepts one item and answers at once with a ref; encoding goes on behind it.
+        """Accepts one item and answers at once with a ref; encoding goes on behind it. May be repeated: what is there or under way
+        is not encoded again, and each answer holds a ref of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,9 @@ class EncoderServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EncoderServiceAsyncStub: ...
     Encode: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.EncodeRequest, _encoder_pb2.EncodeResponse]
-    """Accepts one item and answers at once with a ref; encoding goes on behind it."""
+    """Accepts one item and answers at once with a ref; encoding goes on behind it. May be repeated: what is there or under way
+    is not encoded again, and each answer holds a ref of its own.
+    """
     Fetch: _grpc.UnaryStreamMultiCallable[_encoder_pb2.FetchRequest, _encoder_pb2.FetchResponse]
     """Streams the rows of one or more refs as they become ready: items in the order in which they finish. May be called before encoding is done."""
     Release: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.ReleaseRequest, _encoder_pb2.ReleaseResponse]
@@ -48,7 +50,9 @@ class EncoderServiceAsyncStub(EncoderServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Encode: _aio.UnaryUnaryMultiCallable[_encoder_pb2.EncodeRequest, _encoder_pb2.EncodeResponse]  # type: ignore[assignment]
-    """Accepts one item and answers at once with a ref; encoding goes on behind it."""
+    """Accepts one item and answers at once with a ref; encoding goes on behind it. May be repeated: what is there or under way
+    is not encoded again, and each answer holds a ref of its own.
+    """
     Fetch: _aio.UnaryStreamMultiCallable[_encoder_pb2.FetchRequest, _encoder_pb2.FetchResponse]  # type: ignore[assignment]
     """Streams the rows of one or more refs as they become ready: items in the order in which they finish. May be called before encoding is done."""
     Release: _aio.UnaryUnaryMultiCallable[_encoder_pb2.ReleaseRequest, _encoder_pb2.ReleaseResponse]  # type: ignore[assignment]
@@ -65,7 +69,9 @@ class EncoderServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _encoder_pb2.EncodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_encoder_pb2.EncodeResponse, _abc.Awaitable[_encoder_pb2.EncodeResponse]]:
-        """Accepts one item and answers at once with a ref; encoding goes on behind it."""
+        """Accepts one item and answers at once with a ref; encoding goes on behind it. May be repeated: what is there or under way
+        is not encoded again, and each answer holds a ref of its own.
+        """
 
     @_abc_1.abstractmethod
     def Fetch(

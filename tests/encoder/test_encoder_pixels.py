@@ -1,0 +1,152 @@
+"""What the towers are given, against the stock processors: pictures and frames to the bit, sounds to within rounding."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from services.encoder.families import schemes_of
+from services.encoder.mel import log_mel
+from services.encoder.pixels import copying_nothing, view
+from services.encoder.preprocess import Preprocessor
+from services.models.checkpoint import open_checkpoint
+from services.models.hf import transformers
+from services.models.media import ALL_FRAMES, Clip, Grid, ItemPlan, Modality, Recording
+from services.models.registry import FAMILIES
+from services.models.video_plans import OMNI_PIXELS
+
+SIZES = [(640, 480), (37, 411), (900, 33), (20, 24), (333, 334), (1, 1)]
+LARGE = [(1500, 1125), (480, 1013), (130, 97)]  # for settings of the size that is published
+IMAGES = [f.model_type for f in FAMILIES.values() if f.image]
+VIDEOS = [f.model_type for f in FAMILIES.values() if f.video]
+FORCED = {"internvl": {"crop_to_patches": True}, "gemma3": {"do_pan_and_scan": False}, "llava_next": {"do_pad": True}}
+Directory = Callable[[str], Path]
+
+
+def photo(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """uint8 [height, width, 3] as a JPEG decoder gives it: soft shapes, hard edges, noise, the artefacts of its blocks."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (max(1, height // 40), max(1, width // 40), 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.float32)
+    pixels[height // 3 : height // 2, width // 4 :: 7] = rng.choice([0, 255])
+    pixels += rng.normal(0, 12, pixels.shape)
+    out = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=85)
+    return np.array(Image.open(out))
+
+
+def same(made: Any, stock: Any) -> None:
+    """Every tensor that the towers get is the stock processor's, to the bit; only nesting may differ."""
+    for name, tensor in made.items():
+        if name not in ("causal", "batch_num_images"):
+            assert torch.equal(tensor.float().flatten(), stock[name].float().flatten()), name
+
+
+@pytest.mark.parametrize("family", IMAGES)
+def test_pictures(family: str, checkpoint_dir: Directory) -> None:
+    """With the checkpoint's small settings, and with those that the class of its processor has by default."""
+    checkpoint = open_checkpoint(str(checkpoint_dir(family)))
+    own = Preprocessor(checkpoint, [Modality.IMAGE])
+    stock = transformers.AutoImageProcessor.from_pretrained(checkpoint.path)
+    tried = 0
+    for width, height in SIZES:
+        try:
+            plan = checkpoint.plan_image(width, height)
+        except ValueError:
+            continue  # this family does not take such a picture
+        pixels = photo(width, height)
+        prepared = own(pixels, plan)
+        same(prepared.inputs, stock(images=[Image.fromarray(pixels)], return_tensors="pt", **FORCED.get(family, {})))
+        assert prepared.grid == plan.grid
+        tried += 1
+    assert tried >= 4
+    usual = type(stock)()
+    prepare = schemes_of(family)[Modality.IMAGE].prepare
+    for width, height in LARGE:
+        pixels, several = photo(width, height), ItemPlan(Modality.IMAGE, 1, Grid(1, 1, 1), 1, tiles=2)
+        made = prepare(copying_nothing(type(stock)()), view(pixels), several)
+        same(made, usual(images=[Image.fromarray(pixels)], return_tensors="pt", **FORCED.get(family, {})))
+
+
+@pytest.mark.parametrize("family", VIDEOS)
+def test_videos(family: str, checkpoint_dir: Directory) -> None:
+    checkpoint = open_checkpoint(str(checkpoint_dir(family)))
+    own = Preprocessor(checkpoint, [Modality.VIDEO])
+    stock = transformers.AutoVideoProcessor.from_pretrained(checkpoint.path)
+    settings = {"size": OMNI_PIXELS} if family == "qwen2_5_omni_thinker" else {}
+    for width, height, count in [(64, 90, 2), (240, 136, 5), (51, 77, 4)]:
+        (plan,) = checkpoint.plan([Clip(width, height, count, 2.0)], ALL_FRAMES)
+        frames = np.stack([photo(width, height, index) for index in range(count)])[list(plan.frames)]
+        prepared = own(frames, plan)
+        theirs = stock(
+            videos=[frames], do_sample_frames=False, input_data_format="channels_last", return_tensors="pt", **settings
+        )
+        made = {"pixel_values_videos" if name == "pixel_values" else name: made for name, made in prepared.inputs.items()}
+        same(made, theirs)
+        assert prepared.grid == plan.grid
+
+
+def test_pictures_stay_where_they_are() -> None:
+    pixels = photo(40, 30)
+    seen = view(pixels)
+    assert seen.shape == (3, 30, 40) and seen.data_ptr() == pixels.ctypes.data
+    processor = copying_nothing(transformers.LlavaImageProcessor())
+    assert processor.process_image(seen).data_ptr() == pixels.ctypes.data
+
+
+def test_a_setting_that_is_turned_off_stays_off() -> None:
+    pixels, plan = photo(56, 84), ItemPlan(Modality.IMAGE, 1, Grid(1, 1, 1), 1)
+    for family, cls in (("llava", transformers.LlavaImageProcessor), ("qwen2_vl", transformers.Qwen2VLImageProcessor)):
+        for off in ("do_normalize", "do_rescale", "do_resize"):
+            stock, own = cls(**{off: False}), copying_nothing(cls(**{off: False}))
+            made = schemes_of(family)[Modality.IMAGE].prepare(own, view(pixels), plan)
+            theirs = stock(images=[Image.fromarray(pixels)], return_tensors="pt")
+            assert all(torch.allclose(made[name].float(), theirs[name].float(), atol=1e-6) for name in made), (family, off)
+
+
+@pytest.mark.parametrize("count", [1, 100, 161, 15999, 16000, 479000, 479999, 480000])
+def test_sounds(count: int) -> None:
+    """From one sample to a full window, where the end is mirrored and not silent."""
+    extractor = transformers.WhisperFeatureExtractor(feature_size=128)
+    time = np.arange(count) / 16000
+    noise = np.random.default_rng(1).normal(0, 0.02, count)
+    samples = (noise + 0.3 * np.sin(2 * np.pi * 440 * time * (1 + time / 60))).astype(np.float32)
+    theirs = extractor(samples, sampling_rate=16000, return_tensors="pt")["input_features"][0]
+    assert float((log_mel(extractor, samples, 480000) - theirs).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni_thinker", "voxtral"])
+def test_sounds_of_families(family: str, checkpoint_dir: Directory) -> None:
+    checkpoint = open_checkpoint(str(checkpoint_dir(family)))
+    own = Preprocessor(checkpoint, [Modality.AUDIO])
+    stock = transformers.AutoFeatureExtractor.from_pretrained(checkpoint.path)
+    for seconds in (0.3, 2.71, 31.0):
+        samples = np.random.default_rng(2).normal(0, 0.1, round(seconds * 16000)).astype(np.float32)
+        (plan,) = checkpoint.plan([Recording(len(samples))])
+        made = own(samples, plan).inputs
+        whole = -(-len(samples) // stock.n_samples) * stock.n_samples if family == "voxtral" else None
+        theirs = stock(samples, sampling_rate=16000, return_attention_mask=True, max_length=whole, return_tensors="pt")
+        mel = theirs["input_features"][0]  # [bins, frames]
+        match family:
+            case "qwen2_audio":
+                assert torch.equal(made["feature_attention_mask"], theirs["attention_mask"])
+                ours = made["input_features"][0]
+            case "voxtral":
+                ours = made["input_features"].transpose(0, 1).flatten(1)
+            case _:
+                assert int(made["counts"]) == int(theirs["attention_mask"].sum())
+                ours, mel = made["frames"].T, mel[:, : int(made["counts"])]
+        assert ours.shape == mel.shape and float((ours - mel).abs().max()) < 1e-4
+
+
+def test_silence_is_finite() -> None:
+    extractor = transformers.WhisperFeatureExtractor()
+    mel = log_mel(extractor, np.zeros(16000, np.float32), 480000)
+    assert mel.shape == (80, 3000) and float(mel.min()) == float(mel.max()) == -1.5
