@@ -86,14 +86,15 @@ def _noise(*shape: int) -> np.ndarray:
 
 
 def batch(bench: Bench, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Small pictures of mixed sizes in one call to the towers, against one call for each, and against the stock model so."""
+    """Small pictures of mixed sizes in batches as the service makes them, against one by one, and the stock model one by one."""
     rng = random.Random(1)
     rows = []
     for count in counts:
         items = [bench.picture(rng.randrange(56, 225), rng.randrange(56, 225))[1] for _ in range(count)]
+        batches = _batches(items, min(BUDGET, bench.towers.batch_patches))
 
-        def packed(items: list[Prepared] = items) -> list[torch.Tensor]:
-            return [rows for (rows,) in bench.towers.encode(items)]
+        def packed(batches: list[list[Prepared]] = batches) -> list[torch.Tensor]:
+            return [rows for items in batches for (rows,) in bench.towers.encode(items)]
 
         def one_by_one(items: list[Prepared] = items) -> list[torch.Tensor]:
             return [bench.towers.encode([item])[0][0] for item in items]
@@ -110,6 +111,7 @@ def batch(bench: Bench, counts: Sequence[int], rounds: int) -> list[dict[str, An
             {
                 "pictures": count,
                 "patches": sum(item.patches for item in items),
+                "batches": len(batches),
                 "packed_cpu_ms": round(cpu["packed"] * 1e3, 1),
                 "one_by_one_cpu_ms": round(cpu["one by one"] * 1e3, 1),
                 "transformers_cpu_ms": round(cpu["transformers"] * 1e3, 1),
@@ -121,6 +123,15 @@ def batch(bench: Bench, counts: Sequence[int], rounds: int) -> list[dict[str, An
     return rows
 
 
+def _batches(items: Sequence[Prepared], budget: int) -> list[list[Prepared]]:
+    batches: list[list[Prepared]] = [[]]
+    for item in items:
+        if batches[-1] and sum(other.patches for other in batches[-1]) + item.patches > budget:
+            batches.append([])
+        batches[-1].append(item)
+    return batches
+
+
 @dataclass
 class Times:
     """Seconds from an item's arrival, one for each run."""
@@ -130,8 +141,10 @@ class Times:
     beside: list[float] = field(default_factory=list)
 
 
-def pieces(name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tuple[ItemPlan, Prepared], rounds: int) -> Any:
-    """From an item's arrival to its rows, in pieces and whole; and how long a small one waits that comes just after it."""
+def pieces(
+    name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tuple[ItemPlan, Prepared], rounds: int
+) -> dict[str, Any]:
+    """From an item's arrival to its rows, in pieces and whole; and how long a small one takes that comes just after it."""
     times = {"pieces": Times(), "whole": Times()}
     splits = {"pieces": bench.towers.split, "whole": lambda item: [item]}
 
@@ -142,7 +155,7 @@ def pieces(name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tup
     for _ in range(rounds):
         for kind in splits:
             asyncio.run(_stream(bench.towers, splits[kind], large, small, times[kind]))
-    found = {
+    return {
         "item": name,
         "patches": large[0].patches,
         "pieces": len(bench.towers.split(large[1])),
@@ -153,7 +166,6 @@ def pieces(name: str, bench: Bench, large: tuple[ItemPlan, Prepared], small: tup
         "small_item_ms": round(statistics.median(times["pieces"].beside) * 1e3, 1),
         "small_item_beside_whole_ms": round(statistics.median(times["whole"].beside) * 1e3, 1),
     }
-    return [found]
 
 
 async def _stream(
@@ -173,7 +185,7 @@ async def _stream(
         return next(prepared for plan, prepared in (large, small or large) if plan is planned.plan)
 
     store = Store(60)
-    pipeline = Pipeline(store, Batcher(encode, BUDGET), decode, preprocess, split, 2)
+    pipeline = Pipeline(store, Batcher(encode, min(BUDGET, towers.batch_patches)), decode, preprocess, split, 2)
 
     async def rows(plan: ItemPlan) -> tuple[float, float]:
         started, first = time.perf_counter(), 0.0
@@ -212,7 +224,7 @@ def run_pieces(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), family, dtype, TOWERS[family] if not options.tiny else {})
             large = bench.picture(*PICTURE) if family == "internvl" else bench.clip(*CLIP)
-            found += pieces(name, bench, large, bench.picture(112, 112), options.rounds)
+            found.append(pieces(name, bench, large, bench.picture(112, 112), options.rounds))
     return found
 
 

@@ -72,7 +72,7 @@ class Batcher:
         In front is of every earlier item as much as can come before this one's last piece, which is no more than this one
         has itself. So a small item does not wait for a large one to be through, and later items never count.
         """
-        while sum(min(other.left, turn.patches) for other in self._before(turn)) >= self._max_patches:
+        while self._batch_before(turn):
             self._moved.clear()
             await self._moved.wait()
 
@@ -151,5 +151,10 @@ class Batcher:
         turn.left = 0
         self._moved.set()
 
-    def _before(self, turn: Turn) -> Iterator[Turn]:
-        return itertools.takewhile(lambda other: other is not turn, self._turns)
+    def _batch_before(self, turn: Turn) -> bool:
+        patches = 0
+        for other in itertools.takewhile(lambda other: other is not turn, self._turns):
+            patches += min(other.left, turn.patches)
+            if patches >= self._max_patches:
+                return True
+        return False

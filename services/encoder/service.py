@@ -109,7 +109,7 @@ class EncoderService:
                     raise invalid(planned.field, str(error)) from None
             return preprocessor(decoded.array, planned.plan)
 
-        batcher = Batcher(towers.encode, self._config.max_num_batched_patches)
+        batcher = Batcher(towers.encode, min(self._config.max_num_batched_patches, towers.batch_patches))
         at_once, fleet = self._config.decode_workers, self._fleet(towers)
         return Pipeline(self.store, batcher, decode, preprocess, towers.split, at_once, fleet)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,10 +16,11 @@ from services.encoder.preprocess import Prepared
 from services.models.checkpoint import Checkpoint
 from services.models.half import choose_device, choose_dtype, load_half, parameter_bytes
 
-# Patches of a piece: small enough for the first rows to come early and for nobody to wait long behind a large item, large
-# enough that the products of its layers outweigh their calls, which takes more where products are faster.
-_PIECE_PATCHES = {"cpu": 512}
+# Patches of a piece: few enough for the first rows to come early and for nobody to wait long behind a large item, enough
+# for the products of its layers to outweigh their calls, which takes more where products are faster.
+_PIECE_PATCHES = {"cpu": 1024}
 _PIECE_PATCHES_ELSEWHERE = 4096
+_BATCH_PATCHES = {"cpu": 2560}  # what a layer makes of more is out of the caches before the next one reads it
 
 
 class PatchProduct(nn.Module):
@@ -39,6 +41,7 @@ class Towers:
 
     Attributes:
         piece_patches: patches of a piece that an item is cut into, unless a unit of it has more.
+        batch_patches: patches of a batch beyond which nothing is gained.
         model: the half, in eval mode.
         parameter_bytes: bytes of its parameters.
         dtype: element type of weights and embeddings.
@@ -48,6 +51,7 @@ class Towers:
         self._device = torch.device(choose_device(device))
         self._schemes = schemes_of(checkpoint.family.model_type)
         self.piece_patches = _PIECE_PATCHES.get(self._device.type, _PIECE_PATCHES_ELSEWHERE)
+        self.batch_patches = _BATCH_PATCHES.get(self._device.type, sys.maxsize)
         self.dtype = choose_dtype(dtype, checkpoint, self._device.type)
         self.model = load_half(checkpoint, "encoder", self.dtype, str(self._device))
         for module in self.model.modules():

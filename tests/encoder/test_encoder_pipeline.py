@@ -135,6 +135,9 @@ async def test_nothing_is_prepared_further_ahead_than_a_batch_and_a_small_item_p
     async with bench() as made:
         made.shut.add("large")
         large, second, small = made.submit("large", 20), made.submit("second", 20), made.submit("small", 2)
+        while len(made.pipeline._batcher._line) < 2:
+            await asyncio.sleep(0)
+        assert ("through 0", "large") not in made.log
         made.gate.release(3)
         assert numbers(await made.events(small)) == [0, 1]
         assert ("decode", "second") not in made.log
