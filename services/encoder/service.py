@@ -62,7 +62,7 @@ class EncoderService:
     async def start(self, readiness: Readiness, address: str) -> None:
         if self._config.threads:
             torch.set_num_threads(self._config.threads)
-        if self._checkpoint.family.encoded:
+        if self._checkpoint.family.modalities:
             started = time.perf_counter()
             (preprocessor, towers), _ = await asyncio.gather(asyncio.to_thread(self._load), self._pool.start())
             self.servicer.pipeline = self._pipeline(preprocessor, towers)
@@ -84,9 +84,9 @@ class EncoderService:
 
     def _load(self) -> tuple[Preprocessor, Towers]:
         """Load both, and encode one blank item of each kind: what cannot work fails here and not at the first request."""
-        preprocessor = Preprocessor(self._checkpoint, self._checkpoint.family.encoded)
+        preprocessor = Preprocessor(self._checkpoint, self._checkpoint.family.modalities)
         towers = Towers(self._checkpoint, self._config.dtype, self._config.device)
-        for modality in self._checkpoint.family.encoded:
+        for modality in self._checkpoint.family.modalities:
             towers.encode([preprocessor(*blank(self._checkpoint, modality))])
         return preprocessor, towers
 

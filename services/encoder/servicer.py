@@ -93,7 +93,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
     def _planned(self, request: encoder_pb2.EncodeRequest) -> Planned:
         field = request.field[:MAX_FIELD] or "data"
-        supported = self._checkpoint.family.encoded
+        supported = self._checkpoint.family.modalities
         if not supported:
             raise invalid(field, f"the model {self._checkpoint.name} takes no media; send it text only, or serve another model")
         if int(request.modality) not in supported:

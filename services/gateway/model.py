@@ -27,7 +27,7 @@ class ServedModel:
         self.tokenizer = self.layout.tokenizer.fast
         self.name = config.served_model_name or self.checkpoint.name
         self.family = self.checkpoint.family.model_type
-        self.modalities: tuple[Modality, ...] = self.checkpoint.family.encoded if config.encoder_addresses else ()
+        self.modalities: tuple[Modality, ...] = self.checkpoint.family.modalities if config.encoder_addresses else ()
         if config.video_pruning_rate and not self.checkpoint.family.prunes_video:
             raise UnsupportedModel(
                 f"--video-pruning-rate: rows can be dropped of videos that stand in one run with positions from a grid, as in "

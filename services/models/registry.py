@@ -47,7 +47,6 @@ class Family:
         audio: plans a recording; None: takes none.
         video: plans a video; None: takes none.
         sampling: frames of a video that are looked at, where neither the caller nor the checkpoint says it.
-        encoded: what the encoder computes, and so what the gateway takes.
         placeholders: config key that holds each modality's placeholder token.
         written: tokenizer_config key of what the chat template writes for an item, where that is not the placeholder.
         bos_after_images: BOS stands behind the last picture, of which there is one, and a line break ends the prompt.
@@ -67,7 +66,6 @@ class Family:
     audio: AudioScheme | None = None
     video: VideoScheme | None = None
     sampling: Sampling = ALL_FRAMES
-    encoded: tuple[Modality, ...] = ()
     placeholders: Mapping[Modality, str] = field(default_factory=dict)
     written: Mapping[Modality, str] = field(default_factory=dict)
     bos_after_images: bool = False
@@ -82,7 +80,7 @@ class Family:
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
-        """What the language model takes besides text."""
+        """What it takes besides text."""
         return tuple(self.placeholders)
 
 
@@ -101,7 +99,6 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.qwen_smart_resize),
             video=video_plans.qwen2_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE, _VIDEO),
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -114,7 +111,6 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.qwen_smart_resize),
             video=video_plans.qwen2_5_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE, _VIDEO),
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -127,7 +123,6 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.qwen_smart_resize),
             video=video_plans.qwen3_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE, _VIDEO),
             placeholders=_QWEN_VISION,
             towers=("visual",),
             decoder="language_model",
@@ -140,7 +135,6 @@ FAMILIES: dict[str, Family] = {
             audio=audio_lengths.qwen2_audio_frames,
             video=video_plans.omni_video,
             sampling=_TWO_A_SECOND,
-            encoded=(_IMAGE, _VIDEO, _AUDIO),
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index", _AUDIO: "audio_token_index"},
             towers=("visual", "audio_tower"),
             decoder="language_model",
@@ -151,7 +145,6 @@ FAMILIES: dict[str, Family] = {
             "llava",
             "LlavaForConditionalGeneration",
             image=each(image_sizes.llava_fixed),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
@@ -160,7 +153,6 @@ FAMILIES: dict[str, Family] = {
             "llava_next",
             "LlavaNextForConditionalGeneration",
             image=each(tiling.llava_next_anyres),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
@@ -171,7 +163,6 @@ FAMILIES: dict[str, Family] = {
             image=tiling.llava_onevision_anyres,
             video=video_plans.llava_onevision_video,
             sampling=Sampling(frames=32),
-            encoded=(_IMAGE, _VIDEO),
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index"},
             towers=_VISION_TOWER,
             decoder="language_model",
@@ -182,7 +173,6 @@ FAMILIES: dict[str, Family] = {
             image=each(tiling.internvl_tiles),
             video=video_plans.internvl_video,
             sampling=Sampling(frames=8),
-            encoded=(_IMAGE, _VIDEO),
             placeholders={_IMAGE: "image_token_id", _VIDEO: "image_token_id"},
             written={_VIDEO: "video_token"},
             towers=_VISION_TOWER,
@@ -192,7 +182,6 @@ FAMILIES: dict[str, Family] = {
             "smolvlm",
             "SmolVLMForConditionalGeneration",
             image=each(tiling.idefics3_tiles),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_id"},
             towers=_IDEFICS_TOWER,
             decoder="text_model",
@@ -201,7 +190,6 @@ FAMILIES: dict[str, Family] = {
             "idefics3",
             "Idefics3ForConditionalGeneration",
             image=each(tiling.idefics3_tiles),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_id"},
             towers=_IDEFICS_TOWER,
             decoder="text_model",
@@ -210,7 +198,6 @@ FAMILIES: dict[str, Family] = {
             "gemma3",
             "Gemma3ForConditionalGeneration",
             image=each(tiling.gemma3_pan_and_scan),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_index"},
             written={_IMAGE: "boi_token"},
             towers=_VISION_TOWER,
@@ -221,7 +208,6 @@ FAMILIES: dict[str, Family] = {
             "gemma4",
             "Gemma4ForConditionalGeneration",
             image=each(image_sizes.gemma4_resize),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_id"},
             towers=("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
             decoder="language_model",
@@ -232,7 +218,6 @@ FAMILIES: dict[str, Family] = {
             "paligemma",
             "PaliGemmaForConditionalGeneration",
             image=each(image_sizes.paligemma_fixed),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_index"},
             bos_after_images=True,
             towers=_VISION_TOWER,
@@ -243,7 +228,6 @@ FAMILIES: dict[str, Family] = {
             "mllama",
             "MllamaForConditionalGeneration",
             image=each(tiling.mllama_tiles),
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "image_token_index"},
             towers=("vision_model", "multi_modal_projector"),
             decoder="language_model",
@@ -253,7 +237,6 @@ FAMILIES: dict[str, Family] = {
             "qwen2_audio",
             "Qwen2AudioForConditionalGeneration",
             audio=audio_lengths.qwen2_audio_frames,
-            encoded=(_AUDIO,),
             placeholders={_AUDIO: "audio_token_index"},
             towers=("audio_tower", "multi_modal_projector"),
             decoder="language_model",
@@ -262,7 +245,6 @@ FAMILIES: dict[str, Family] = {
             "voxtral",
             "VoxtralForConditionalGeneration",
             audio=audio_lengths.voxtral_windows,
-            encoded=(_AUDIO,),
             placeholders={_AUDIO: "audio_token_id"},
             towers=("audio_tower", "multi_modal_projector"),
             decoder="language_model",
@@ -271,7 +253,6 @@ FAMILIES: dict[str, Family] = {
             "phi4_multimodal",
             "Phi4MultimodalForCausalLM",
             image=tiling.phi4_crops,
-            encoded=(_IMAGE,),
             placeholders={_IMAGE: "vision_config.image_token_id"},
             towers=("embed_tokens_extend",),
             language=("embed_tokens", "layers", "norm", "rotary_emb"),

@@ -192,7 +192,7 @@ def test_pieces_are_the_whole(
 def test_every_kind_of_media_that_can_be_planned_can_be_encoded() -> None:
     assert CASES and {(f, m) for f in FAMILIES for m in schemes_of(f)} == set(CASES)
     for family in FAMILIES.values():
-        assert set(family.encoded) <= set(schemes_of(family.model_type)), family.model_type
+        assert set(family.modalities) <= set(schemes_of(family.model_type)), family.model_type
 
 
 @pytest.mark.parametrize(("family", "modality"), CASES, ids=lambda value: getattr(value, "word", value))

@@ -69,9 +69,9 @@ def media_asks(checkpoint: Checkpoint, takes: Takes, picture: bytes) -> list[Ask
     """Every file alone, then some beside each other and beside a picture, as far as the family takes them."""
     recordings: list[Part] = []
     videos: list[Part] = []
-    if Modality.AUDIO in checkpoint.family.encoded:
+    if Modality.AUDIO in checkpoint.family.modalities:
         recordings = [RecordingFile(FILES[name]) for name in RECORDINGS]
-    if Modality.VIDEO in checkpoint.family.encoded:
+    if Modality.VIDEO in checkpoint.family.modalities:
         videos = [video_file(FILES[name], checkpoint) for name in VIDEOS]
     asks = [Ask([("user", [item, "what is this ?"])]) for item in (*recordings, *videos)]
     if takes.items > 1 and asks:

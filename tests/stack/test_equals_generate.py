@@ -27,7 +27,7 @@ from triptych.gateway.v1 import gateway_pb2
 
 REQUESTS = 20
 ASKED_MUCH = ["qwen2_vl", "llava", "llama", "qwen2"]
-ASKED_LITTLE = [f.model_type for f in FAMILIES.values() if f.encoded and f.model_type not in ASKED_MUCH]
+ASKED_LITTLE = [f.model_type for f in FAMILIES.values() if f.modalities and f.model_type not in ASKED_MUCH]
 ROLES = {"user": gateway_pb2.ROLE_USER, "assistant": gateway_pb2.ROLE_ASSISTANT, "system": gateway_pb2.ROLE_SYSTEM}
 
 
