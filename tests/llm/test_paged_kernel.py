@@ -42,21 +42,19 @@ class Case:
         return torch.cat([rows[context:] for rows, (context, _) in zip(which, self.shapes, strict=True)])
 
     def place(self, sequence: int, position: int) -> tuple[int, int]:
-        row = sequence if self.batch.table_rows is None else int(self.batch.table_rows[sequence])
-        return int(self.batch.tables[row, position // BLOCK]), position % BLOCK
+        return int(self.batch.tables[sequence, position // BLOCK]), position % BLOCK
 
 
 def make_case(dtype: torch.dtype, heads: int, kv_heads: int, width: int, shapes: list[tuple[int, int]], seed: int = 0) -> Case:
     random = torch.Generator().manual_seed(seed)
     counts = [count for _, count in shapes]
     columns = max((context + count + BLOCK - 1) // BLOCK for context, count in shapes)
-    rows = len(shapes) + 2  # two rows of the tables belong to nobody
-    tables = torch.randperm(rows * columns, generator=random).to(torch.int32).view(rows, columns)
+    rows = len(shapes) + 2  # the blocks of two belong to nobody
+    tables = torch.randperm(rows * columns, generator=random).to(torch.int32).view(rows, columns)[: len(shapes)].clone()
     batch = PagedBatch(
         torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
         torch.tensor([sum(shape) for shape in shapes], dtype=torch.int32),
         tables,
-        torch.randperm(rows, generator=random)[: len(shapes)].to(torch.int32),
     )
     keys, values = ([torch.randn(sum(shape), kv_heads, width, generator=random).to(dtype) for shape in shapes] for _ in range(2))
     pools = [torch.full((rows * columns, BLOCK, kv_heads, width), torch.nan, dtype=dtype) for _ in range(2)]
@@ -138,22 +136,6 @@ def test_reads_new_tokens_from_the_pool_when_none_are_given(kernel: PagedKernel)
     assert torch.equal(got, want)
 
 
-def test_table_may_start_at_a_later_block(kernel: PagedKernel) -> None:
-    case = make_case(torch.float32, 6, 2, 64, [(50, 1), (61, 4)])
-    want = attend(kernel, case, 0.125, window=10)
-    first = torch.tensor([4, 6], dtype=torch.int32)  # block 4 holds positions 32 to 39, the oldest seen is 41
-    assert case.batch.table_rows is not None
-    rows = [
-        case.batch.tables[row, start:].tolist() for row, start in zip(case.batch.table_rows.tolist(), first.tolist(), strict=True)
-    ]
-    tables = torch.zeros(2, max(map(len, rows)), dtype=torch.int32)
-    for i, row in enumerate(rows):
-        tables[i, : len(row)] = torch.tensor(row)
-    batch = PagedBatch(case.batch.query_starts, case.batch.lengths, tables, None, first)
-    got = kernel.attend(batch, case.query, None, None, case.pool_keys, case.pool_values, 0.125, 10)
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_sequence_does_not_depend_on_the_batch(kernel: PagedKernel, dtype: torch.dtype) -> None:
     case = make_case(dtype, 9, 3, 64, SHAPES)
@@ -161,12 +143,10 @@ def test_a_sequence_does_not_depend_on_the_batch(kernel: PagedKernel, dtype: tor
     for i, (start, end) in enumerate(
         zip(case.batch.query_starts[:-1].tolist(), case.batch.query_starts[1:].tolist(), strict=True)
     ):
-        assert case.batch.table_rows is not None
         alone = PagedBatch(
             torch.tensor([0, end - start], dtype=torch.int32),
             case.batch.lengths[i : i + 1].clone(),
-            case.batch.tables,
-            case.batch.table_rows[i : i + 1].clone(),
+            case.batch.tables[i : i + 1].clone(),
         )
         got = kernel.attend(alone, case.query[start:end], None, None, case.pool_keys, case.pool_values, 0.125)
         assert torch.equal(got, together[start:end])

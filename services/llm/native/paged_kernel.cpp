@@ -205,10 +205,8 @@ struct Batch {
   int64_t sequences;
   const int32_t* query_starts;  // [sequences + 1]: rows of each sequence's queries, which are its newest tokens
   const int32_t* lengths;       // [sequences]: tokens of each, the new ones included
-  const int32_t* tables;        // [rows, table_stride]: blocks
+  const int32_t* tables;        // [sequences, table_stride]: blocks
   int64_t table_stride;
-  const int32_t* table_rows;    // [sequences]: its row in tables, or null: the sequence's own number
-  const int32_t* first_blocks;  // [sequences]: number of the block in column 0 of its row, or null: 0
 };
 
 // One layer. Strides count elements; the innermost axis is dense.
@@ -233,9 +231,7 @@ namespace {
 
 // Offset of a token in a pool, in elements.
 inline int64_t place(const Batch& b, const Layer& layer, int64_t sequence, int64_t position) {
-  const int64_t row = b.table_rows ? b.table_rows[sequence] : sequence;
-  const int64_t column = position / layer.block_size - (b.first_blocks ? b.first_blocks[sequence] : 0);
-  const int64_t block = b.tables[row * b.table_stride + column];
+  const int64_t block = b.tables[sequence * b.table_stride + position / layer.block_size];
   return (block * layer.block_size + position % layer.block_size) * layer.kv_heads * layer.head_dim;
 }
 
@@ -290,8 +286,7 @@ void attend(const Batch& b, const Layer& layer, int64_t sequence, int64_t from, 
   const int64_t context = b.lengths[sequence] - (b.query_starts[sequence + 1] - b.query_starts[sequence]);
   const int64_t first_query = context + from, end = context + to;  // positions
   const int64_t window = layer.window > 0 ? layer.window : end;
-  const int64_t held = (b.first_blocks ? b.first_blocks[sequence] : 0) * layer.block_size;
-  const int64_t start = std::max<int64_t>(held, first_query + 1 - window);
+  const int64_t start = std::max<int64_t>(0, first_query + 1 - window);
   scratch.resize(last_head - first_head, vectors, width);
 
   const bool few = vectors <= kFew && (width == 64 || width == 128);

@@ -31,8 +31,6 @@ class _Batch(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
-        ("table_rows", ctypes.c_void_p),
-        ("first_blocks", ctypes.c_void_p),
     )
 
 
@@ -59,21 +57,17 @@ class PagedBatch:
     Attributes:
         query_starts: ``[sequences + 1]``: rows ``[query_starts[i], query_starts[i + 1])`` are the newest tokens of sequence i.
         lengths: ``[sequences]``: tokens of each sequence, its new ones included.
-        tables: ``[rows, columns]``: blocks; entries past a sequence's length are never read.
-        table_rows: ``[sequences]``: the row of each sequence in ``tables``; None: its own number.
-        first_blocks: ``[sequences]``: which block of the sequence stands in column 0, earlier ones being out of reach; None: 0.
+        tables: ``[sequences, columns]``: blocks; entries past a sequence's length are never read.
     """
 
     query_starts: torch.Tensor
     lengths: torch.Tensor
     tables: torch.Tensor
-    table_rows: torch.Tensor | None = None
-    first_blocks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        for tensor in (self.query_starts, self.lengths, self.tables, self.table_rows, self.first_blocks):
-            assert tensor is None or (tensor.dtype == torch.int32 and tensor.is_contiguous() and not tensor.is_cuda)
-        assert len(self.query_starts) == len(self.lengths) + 1
+        for tensor in (self.query_starts, self.lengths, self.tables):
+            assert tensor.dtype == torch.int32 and tensor.is_contiguous() and not tensor.is_cuda
+        assert len(self.query_starts) == len(self.lengths) + 1 == len(self.tables) + 1
 
     @functools.cached_property
     def _address(self) -> ctypes.c_void_p:
@@ -83,8 +77,6 @@ class PagedBatch:
             self.lengths.data_ptr(),
             self.tables.data_ptr(),
             self.tables.shape[1],
-            None if self.table_rows is None else self.table_rows.data_ptr(),
-            None if self.first_blocks is None else self.first_blocks.data_ptr(),
         )
         return ctypes.cast(ctypes.pointer(batch), ctypes.c_void_p)  # keeps the structure alive
 
