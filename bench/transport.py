@@ -49,7 +49,7 @@ class Transport:
         self.nbytes = items * megabytes * 2**20
         self._rows, self._items = megabytes * 2**20 // (4 * HIDDEN), items
         checkpoint = open_checkpoint("")
-        self._store = Store(3600, shared=shared)
+        self._store = Store(3600, shared_items=2**10 if shared else 0)
         config = EncoderConfig(shared_memory="auto" if shared else "off", max_chunk_bytes=chunk_bytes)
         self._servicer = EncoderServicer(checkpoint, config, self._store)
         self._fetcher = RowFetcher(checkpoint.fingerprint, HIDDEN, max_chunk_bytes=chunk_bytes)

@@ -7,8 +7,11 @@ opening fails, and the two talk without it. No torch: bytes only.
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
+
+_MOST_DESCRIPTORS = 65536
 
 
 class NotShared(Exception):
@@ -73,6 +76,16 @@ def open_block(address: Address) -> int:
         os.close(descriptor)
         raise NotShared("another file is there")
     return descriptor
+
+
+def descriptors() -> int:
+    """How many descriptors this process may have, once it has asked for as many as it can get, within reason."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def this_place() -> str:

@@ -13,6 +13,7 @@ import torch
 from services.common import logs
 from services.common.errors import invalid
 from services.common.server import Readiness
+from services.common.shared_memory import descriptors
 from services.decoding.pool import DecodePool
 from services.decoding.process import Limits
 from services.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
@@ -50,8 +51,8 @@ class EncoderService:
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config
         self._checkpoint = open_checkpoint(config.model)
-        shared = config.shared_memory == "auto"
-        self.store = Store(config.lease_seconds, config.embedding_cache_bytes, shared=shared)
+        shared = descriptors() // 2 if config.shared_memory == "auto" else 0  # the others are for calls and decoding
+        self.store = Store(config.lease_seconds, config.embedding_cache_bytes, shared_items=shared)
         self.servicer = EncoderServicer(self._checkpoint, config, self.store)
         limits = Limits(config.decode_memory_bytes, config.decode_seconds, _WALL * config.decode_seconds)
         self._pool = DecodePool(config.decode_workers, limits, config.max_pending_items)

@@ -109,7 +109,7 @@ class Store:
     Args:
         lease_seconds: a ref is dropped when nobody read through it for this long.
         cache_bytes: memory for items that no ref holds.
-        shared: whether processes on this host may read the rows where they lie.
+        shared_items: how many items processes on this host may read where they lie; each takes a descriptor.
 
     Attributes:
         held_bytes: memory of items that refs hold.
@@ -120,8 +120,8 @@ class Store:
         empty: set while there are no refs.
     """
 
-    def __init__(self, lease_seconds: float, cache_bytes: int = 0, *, shared: bool = False) -> None:
-        self.lease_seconds, self._cache_bytes, self._shared = lease_seconds, cache_bytes, shared
+    def __init__(self, lease_seconds: float, cache_bytes: int = 0, *, shared_items: int = 0) -> None:
+        self.lease_seconds, self._cache_bytes, self._places = lease_seconds, cache_bytes, shared_items
         self._refs: dict[str, Ref] = {}
         self._entries: dict[bytes, Entry] = {}  # but for failed ones
         self._cached: OrderedDict[bytes, Entry] = OrderedDict()  # those that no ref holds, the longest unused first
@@ -179,7 +179,8 @@ class Store:
     def open(self, entry: Entry, header: Header) -> None:
         """Rows will follow: there is room for all of them from here on."""
         assert entry.rows is None and entry.pending, "open comes once"
-        entry.header, entry.rows = header, Rows(header.rows, header.features, shared=self._shared)
+        entry.header, entry.rows = header, Rows(header.rows, header.features, shared=self._places > 0)
+        self._places -= entry.rows.address is not None
         self.hold(entry, entry.held_bytes + entry.rows.nbytes)
         self._wake(entry)
 
@@ -296,6 +297,7 @@ class Store:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
         if entry.rows is not None:
+            self._places += entry.rows.address is not None
             entry.rows.close()
         entry.rows = None
         self.hold(entry, 0)

@@ -311,7 +311,7 @@ async def test_an_item_larger_than_the_cache_is_not_kept() -> None:
 
 
 async def test_rows_in_shared_memory_are_announced_and_not_sent() -> None:
-    store = Store(10, shared=True)
+    store = Store(10, shared_items=2)
     rows = SHARED_FROM // (HIDDEN * 4)
     ref = add(store, 0)
     reader = asyncio.create_task(collect_shared(store, ref))
@@ -327,6 +327,12 @@ async def test_rows_in_shared_memory_are_announced_and_not_sent() -> None:
     small = done_item(store, b"small")
     assert [type(event) for event in await collect_shared(store, small)] == [Header, Chunk, Done]
     assert [type(event) for _, event in await collect(store, (ref.ref_id, rows - 1), chunk=10**9)] == [Header, Chunk, Done]
+    second, third = done_item(store, b"second", rows), done_item(store, b"third", rows)
+    kinds = [type((await collect_shared(store, ref))[0]) for ref in (second, third)]
+    assert kinds == [Shared, Header], "two descriptors are all there are"
+    store.drop([second.ref_id])
+    fourth = done_item(store, b"fourth", rows)
+    assert isinstance((await collect_shared(store, fourth))[0], Shared)
 
 
 async def collect_shared(store: Store, ref: Ref) -> list[Event]:

@@ -34,7 +34,7 @@ Dirs = Callable[[str], Path]
 @asynccontextmanager
 async def encoder(checkpoint: Checkpoint, **options: Any) -> AsyncIterator[tuple[Store, str]]:
     """An encoder's store and the address at which it is served."""
-    store = Store(30, shared=True)
+    store = Store(30, shared_items=100)
     config = EncoderConfig(model=str(checkpoint.path), **options)
     server = grpc.aio.server(interceptors=[ServiceInterceptor()])
     encoder_pb2_grpc.add_EncoderServiceServicer_to_server(EncoderServicer(checkpoint, config, store), server)
