@@ -19,10 +19,11 @@ from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
 from services.common.errors import ServiceError, invalid
 from services.common.shared_memory import Address, NotShared, open_block, this_place
+from services.llm.fetched import Fetched, read_response
 from services.models.rows import block_bytes, split_block
 from services.models.wire import from_chunk, torch_dtype
 from triptych.common.v1 import media_pb2
-from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
+from triptych.encoder.v1 import encoder_pb2
 
 logger = logging.getLogger(__name__)
 OnRows = Callable[[int, int, torch.Tensor], None]
@@ -126,7 +127,7 @@ class RowFetcher:
         self, address: str, request_id: str, items: list[RemoteItem], on_rows: OnRows, on_kept: OnKept | None
     ) -> None:
         async with self._channel(address) as channel:
-            await self._stream(encoder_pb2_grpc.EncoderServiceStub(channel), request_id, items, on_rows, on_kept)
+            await self._stream(_fetch_call(channel), request_id, items, on_rows, on_kept)
 
     @asynccontextmanager
     async def _channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
@@ -143,7 +144,9 @@ class RowFetcher:
                 del self._users[a]
                 await self._channels.pop(a).close()
 
-    async def _stream(self, stub: Any, request_id: str, items: list[RemoteItem], on_rows: OnRows, on_kept: OnKept | None) -> None:
+    async def _stream(
+        self, fetch: Any, request_id: str, items: list[RemoteItem], on_rows: OnRows, on_kept: OnKept | None
+    ) -> None:
         """Every row of one encoder's items, on as few streams as it takes."""
         address = items[0].encoder_address
         for attempt in range(1, _TRIES + 1):
@@ -153,10 +156,10 @@ class RowFetcher:
             request = encoder_pb2.FetchRequest(
                 request_id=request_id, items=wanted, max_chunk_bytes=self.max_chunk_bytes, place=place
             )
-            call = stub.Fetch(request, metadata=outgoing_metadata())
+            call = fetch(request, metadata=outgoing_metadata())
             try:
-                async for response in call:
-                    self._take(left[response.item], response, on_rows, on_kept)
+                async for fetched in call:
+                    self._take(left[fetched.response.item], fetched, on_rows, on_kept)
             except NotShared as error:
                 logs.event(logger, "encoder's memory cannot be opened, rows are sent", encoder=address, cause=str(error))
                 self._apart.add(address)
@@ -170,7 +173,8 @@ class RowFetcher:
                 raise ServiceError(grpc.StatusCode.INTERNAL, "the encoder ended its stream before every row was sent")
             return
 
-    def _take(self, item: RemoteItem, response: encoder_pb2.FetchResponse, on_rows: OnRows, on_kept: OnKept | None) -> None:
+    def _take(self, item: RemoteItem, fetched: Fetched, on_rows: OnRows, on_kept: OnKept | None) -> None:
+        response = fetched.response
         match response.WhichOneof("event"):
             case "header":
                 self._check_header(item, response.header)
@@ -178,7 +182,7 @@ class RowFetcher:
                     on_kept(item.spans[0][0], _kept(item, response.header))
                 item.shared = map_rows(response.header) if response.header.HasField("shared_memory") else None
             case "chunk":
-                rows = self._rows(item, response.chunk)
+                rows = self._rows(item, response.chunk, fetched.data)
                 for span, part in item.take(response.chunk.feature, rows):
                     on_rows(span, response.chunk.feature, part)
             case "ready":
@@ -211,9 +215,9 @@ class RowFetcher:
                 f"the encoder sends widths {widths}"
             )
 
-    def _rows(self, item: RemoteItem, chunk: encoder_pb2.ItemChunk) -> torch.Tensor:
+    def _rows(self, item: RemoteItem, chunk: encoder_pb2.ItemChunk, data: memoryview | None) -> torch.Tensor:
         try:
-            rows = from_chunk(chunk.rows)
+            rows = from_chunk(chunk.rows, data)
         except ValueError as error:
             raise ServiceError(grpc.StatusCode.DATA_LOSS, f"embedding rows arrived damaged: {error}") from error
         offset = chunk.rows.row_offset
@@ -225,6 +229,15 @@ class RowFetcher:
             )
         rows = rows[arrived - offset :]  # a resumed stream starts at the feature that is furthest behind
         return rows
+
+
+def _fetch_call(channel: grpc.aio.Channel) -> Any:
+    """As the stub's ``Fetch``, but for how answers are read."""
+    return channel.unary_stream(
+        f"/{encoder_pb2.DESCRIPTOR.services_by_name['EncoderService'].full_name}/Fetch",
+        request_serializer=encoder_pb2.FetchRequest.SerializeToString,
+        response_deserializer=read_response,
+    )
 
 
 def _kept(item: RemoteItem, header: encoder_pb2.ItemHeader) -> torch.Tensor:

@@ -65,8 +65,15 @@ def to_chunk(rows: torch.Tensor, row_offset: int, total_rows: int) -> tensor_pb2
     return chunk
 
 
-def from_chunk(chunk: tensor_pb2.TensorChunk) -> torch.Tensor:
-    """The rows of a chunk, in memory of their own that must not be written to.  # [num_rows, hidden]
+def from_chunk(chunk: tensor_pb2.TensorChunk, data: memoryview | None = None) -> torch.Tensor:
+    """The rows of a chunk, in memory that must not be written to: of their own, or ``data`` where that is given.
+
+    Args:
+        chunk: what is said of the rows.
+        data: their bytes, if they are not in the chunk.
+
+    Returns:
+        ``[num_rows, hidden]``.
 
     Raises:
         ValueError: the chunk contradicts itself or was damaged on the way.
@@ -77,7 +84,7 @@ def from_chunk(chunk: tensor_pb2.TensorChunk) -> torch.Tensor:
     rows, hidden = chunk.shape
     if chunk.row_offset + rows > chunk.total_rows:
         raise ValueError(f"rows {chunk.row_offset} to {chunk.row_offset + rows} of a tensor of {chunk.total_rows} rows")
-    data = chunk.data  # each access copies
+    data = memoryview(chunk.data if data is None else data)  # each access of .data copies
     expected = rows * hidden * dtype.itemsize
     if len(data) != expected:
         raise ValueError(f"a chunk of {rows} x {hidden} elements of {dtype.itemsize} bytes has {expected} bytes, got {len(data)}")
