@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from services.models.hf import transformers
 from services.models.media import Modality
@@ -55,6 +55,14 @@ class Clip:
 Part = str | bytes | Sound | Clip
 
 
+def as_seen(image: Image.Image) -> Image.Image:
+    """In three colours, turned as its tag says, on white where it is transparent."""
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request: turns of ``(role, parts)``, where a part is a text, an encoded picture, a recording or a clip."""
@@ -63,7 +71,7 @@ class Ask:
 
     @property
     def pictures(self) -> list[Image.Image]:
-        return [Image.open(io.BytesIO(p)).convert("RGB") for _, parts in self.turns for p in parts if isinstance(p, bytes)]
+        return [as_seen(Image.open(io.BytesIO(p))) for _, parts in self.turns for p in parts if isinstance(p, bytes)]
 
     @property
     def clips(self) -> list[Clip]:

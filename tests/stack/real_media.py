@@ -1,4 +1,4 @@
-"""Real recordings and videos as files, and what the oracle hears and sees of them: as they are decoded here, in process."""
+"""Real pictures, recordings and videos as files, and what the oracle hears and sees of them: as they are decoded here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.reference import Ask, Clip, Part, Sound
 
 FILES = {path.name: path.read_bytes() for path in sorted((DATA / "media").iterdir()) if path.suffix != ".md"}
 VIDEOS = [name for name in FILES if name.startswith("band")]
-RECORDINGS = [name for name in FILES if not name.startswith("band")]
+PHOTOS = [name for name in FILES if name.startswith("photo")]
+RECORDINGS = [name for name in FILES if not name.startswith(("band", "photo"))]
 _ROOM = 10**9
 
 
@@ -68,13 +69,14 @@ def video_file(data: bytes, checkpoint: Checkpoint) -> VideoFile:
 def media_asks(checkpoint: Checkpoint, takes: Takes, picture: bytes) -> list[Ask]:
     """Every file alone, then some beside each other and beside a picture, as far as the family takes them."""
     recordings: list[Part] = []
+    photos: list[Part] = [FILES[name] for name in PHOTOS] if Modality.IMAGE in checkpoint.family.modalities else []
     videos: list[Part] = []
     if Modality.AUDIO in checkpoint.family.modalities:
         recordings = [RecordingFile(FILES[name]) for name in RECORDINGS]
     if Modality.VIDEO in checkpoint.family.modalities:
         videos = [video_file(FILES[name], checkpoint) for name in VIDEOS]
-    asks = [Ask([("user", [item, "what is this ?"])]) for item in (*recordings, *videos)]
-    if takes.items > 1 and asks:
+    asks = [Ask([("user", [item, "what is this ?"])]) for item in (*photos, *recordings, *videos)]
+    if takes.items > 1 and (recordings or videos):
         some = [*recordings[:2], *videos[:1], *([picture] if takes.modalities[0] is Modality.IMAGE else [])]
         asks.append(
             Ask([("user", ["which", *some, "?"]), ("assistant", ["yes ?"]), ("user", [*recordings[2:3], *videos[2:3], "and"])])

@@ -96,11 +96,12 @@ async def test_sixteen_at_once(asked: tuple[RunningStack, list[tuple[Ask, Answer
 
 
 @pytest.mark.asyncio
-async def test_videos(checkpoint_dir: Callable[[str], Path], start_stack: Callable[[str], RunningStack]) -> None:
-    """Of the one family that is asked much and takes them."""
-    path = checkpoint_dir("qwen2_vl")
-    oracle, stack = Oracle(path), start_stack("qwen2_vl")
-    for ask in media_asks(open_checkpoint(str(path)), catalogue("TAKES")["qwen2_vl"], picture(random.Random(7), 90, 64, "PNG")):
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+async def test_real_files(family: str, checkpoint_dir: Callable[[str], Path], start_stack: Callable[[str], RunningStack]) -> None:
+    """Of the families that are asked much and see."""
+    path = checkpoint_dir(family)
+    oracle, stack, takes = Oracle(path), start_stack(family), catalogue("TAKES").get(family, Takes())
+    for ask in media_asks(open_checkpoint(str(path)), takes, picture(random.Random(7), 90, 64, "PNG")):
         check(ask, oracle.answer(ask), *await stack.tokens(chat_request(ask)))
 
 
