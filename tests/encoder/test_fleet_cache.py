@@ -115,6 +115,14 @@ async def test_another_checkpoint_finds_nothing(checkpoint_dir: Dirs, server: Se
     await asyncio.gather(one.close(), other.close(), small.close())
 
 
+async def test_more_lookups_than_connections_wait_for_one(server: Server) -> None:
+    fleet = FleetCache(server.url, "many", max_bytes=10_000, seconds=60, timeout=30)
+    await asyncio.gather(*(fleet.put(bytes([number]), stored()) for number in range(40)))
+    assert server.client.dbsize() == 40
+    assert None not in await asyncio.gather(*(fleet.get(bytes([number])) for number in range(40)))
+    await fleet.close()
+
+
 async def test_no_request_fails_whatever_the_server_does(checkpoint_dir: Dirs, server: Server) -> None:
     """It holds rubbish, it hangs, it is gone: items are encoded here."""
     options = {"fleet_cache_url": server.url, "fleet_cache_timeout": 0.2}
