@@ -28,6 +28,7 @@ class Rows:
     def __init__(self, rows: int, features: Sequence[tuple[int, torch.dtype]], *, shared: bool) -> None:
         self.nbytes = block_bytes(rows, features)
         mapped = _mapped(self.nbytes) if shared and self.nbytes >= SHARED_FROM else None
+        self._block: Block | None
         self._block, memory = mapped or (None, torch.empty(self.nbytes, dtype=torch.uint8))
         self.features = split_block(memory, rows, features)
 
