@@ -151,10 +151,5 @@ def _spec(planned: Planned, config: EncoderConfig) -> Spec:
             text = f"{planned.plan.samples} samples at {RATE} a second are to be heard; at most {limit} are accepted"
             raise invalid(planned.field, text, reason="AUDIO_TOO_LONG", limit=limit, requested=planned.plan.samples)
         return SoundSpec(limit, planned.plan.samples or None, RATE)
-    if not 0 < len(planned.plan.frames) <= config.max_video_frames:
-        text = f"{len(planned.plan.frames)} frames are to be looked at; accepted are 1 to {config.max_video_frames}"
-        raise invalid(
-            planned.field, text, reason="VIDEO_TOO_LONG", limit=config.max_video_frames, requested=len(planned.plan.frames)
-        )  # fmt: skip
     # half of the memory is left to the decoder
     return VideoSpec(planned.plan.frames, config.max_pixels, config.decode_memory_bytes // 2)

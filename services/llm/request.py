@@ -19,7 +19,7 @@ from services.models.media import Grid, Modality
 from triptych.common.v1 import media_pb2, sampling_pb2
 from triptych.llm.v1 import llm_pb2
 
-MAX_WHOLE_ROWS = 1 << 20  # of a pruned item
+MAX_WHOLE_ROWS = 1 << 20  # of all pruned items of a request
 MAX_SALT_BYTES = 128
 
 
@@ -195,7 +195,7 @@ async def _grammar(given: sampling_pb2.SamplingParams, grammars: Grammars) -> Gr
 def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Checkpoint) -> list[MediaRun]:
     """The spans, checked against the prompt: known modality, sorted, disjoint, inside, over placeholders only and over all."""
     runs: list[MediaRun] = []
-    end = covered = 0
+    end = covered = whole = 0
     family = checkpoint.family
     placeholders = {checkpoint.placeholder_id(m): m for m in family.modalities}
     for i, span in enumerate(spans):
@@ -221,7 +221,8 @@ def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Check
             raise invalid(f"spans[{i}].seconds_per_grid", f"must be a time, got {span.seconds_per_grid:g}")
         covered += tokens
         if span.whole_rows:
-            _check_pruned(f"spans[{i}].whole_rows", span, checkpoint)
+            whole += span.whole_rows
+            _check_pruned(f"spans[{i}].whole_rows", span, whole, checkpoint)
         grid = Grid(span.grid.t, span.grid.h, span.grid.w)
         runs.append(MediaRun(modality, span.offset, span.rows, grid, span.seconds_per_grid or 1.0, tokens, span.whole_rows))
     stray = sum(t in placeholders for t in prompt) - covered
@@ -249,14 +250,14 @@ def _check_grid(field: str, span: media_pb2.Span, merge: int) -> None:
         raise invalid(field, f"{t} x {h} x {w} patches, merged {merge} x {merge}, must give the span's {rows} rows")
 
 
-def _check_pruned(field: str, span: media_pb2.Span, checkpoint: Checkpoint) -> None:
+def _check_pruned(field: str, span: media_pb2.Span, whole: int, checkpoint: Checkpoint) -> None:
     """Rows can be dropped where a video stands in one run and its positions come from its grid."""
     if not checkpoint.family.prunes_video or int(span.modality) != Modality.VIDEO:
         model_type = checkpoint.family.model_type
         raise invalid(
             field, f"rows can be dropped of videos where positions come from a grid, not of this of a {model_type} model"
         )
-    if span.whole_rows > MAX_WHOLE_ROWS:
-        raise invalid(field, f"must be at most {MAX_WHOLE_ROWS}, got {span.whole_rows}")
+    if whole > MAX_WHOLE_ROWS:
+        raise invalid(field, f"all together may be {MAX_WHOLE_ROWS}, these and those before are {whole}")
     if span.whole_rows <= span.rows or span.first_row:
         raise invalid(field, f"must be more than the {span.rows} rows that are left, got {span.whole_rows}")

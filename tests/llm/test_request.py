@@ -118,6 +118,14 @@ def test_refused_media(qwen: Reader, spans: list[media_pb2.Span], field: str, wo
     assert error.field == field and words in error.message
 
 
+def test_pruned_items_are_bounded_together(qwen: Reader) -> None:
+    video, grid = qwen.checkpoint.placeholder_id(Modality.VIDEO), media_pb2.Grid(t=2**15, h=8, w=8)
+    spans = [span(3 + 4 * i, modality=3, grid=grid, whole_rows=2**19) for i in range(3)]
+    assert len(qwen.read(*spans[:2], token_ids=[5, 6, 7, *[video] * 8, 8]).media) == 2
+    error = qwen.refusal(*spans, token_ids=[5, 6, 7, *[video] * 12, 8])
+    assert error.field == "spans[2].whole_rows" and f"are {3 * 2**19}" in error.message
+
+
 NAN = float("nan")
 
 
