@@ -115,13 +115,13 @@ class EncoderService:
         return Pipeline(self.store, batcher, decode, preprocess, towers.split, at_once, fleet)
 
     def _fleet(self, towers: Towers) -> FleetCache | None:
-        """What all encoders of one checkpoint and element type share."""
+        """What all encoders of one checkpoint, element type and decoder of JPEGs share: all of them change rows."""
         config = self._config
         if not config.fleet_cache_url:
             return None
         return FleetCache(
             config.fleet_cache_url,
-            f"{self._checkpoint.fingerprint}:{towers.dtype}",
+            f"{self._checkpoint.fingerprint}:{towers.dtype}:{config.jpeg_decoder}",
             max_bytes=config.fleet_cache_max_item_bytes,
             seconds=config.fleet_cache_seconds,
             timeout=config.fleet_cache_timeout,

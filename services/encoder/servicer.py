@@ -13,6 +13,7 @@ import grpc
 from services.common import logs
 from services.common.errors import ServiceError, invalid, unavailable
 from services.common.interceptor import clean_request_id
+from services.common.salts import check_salt
 from services.common.shared_memory import this_place
 from services.encoder.config import EncoderConfig
 from services.encoder.pipeline import Pipeline, Planned
@@ -27,7 +28,6 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 DEFAULT_CHUNK_BYTES = 512 * 1024
 MAX_FETCH_ITEMS = 4096
 MAX_ROWS = 1 << 20  # of an item
-MAX_SALT_BYTES = 128
 _LONG = 256 * 1024  # bytes; hashing more takes a thread
 MAX_FIELD = 256  # characters; it comes back in error texts
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -113,8 +113,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             raise invalid("expected_rows", text)
         if request.whole_rows > MAX_ROWS:
             raise invalid("whole_rows", f"it must be at most {MAX_ROWS}, got {request.whole_rows}")
-        if (size := len(request.cache_salt.encode())) > MAX_SALT_BYTES:
-            raise invalid("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes, got {size}")
+        check_salt(request.cache_salt)
         frames, limit = max(len(request.frames), len(request.times)), self._config.max_video_frames
         if frames > limit or (int(request.modality) == Modality.VIDEO and not request.frames):
             text = f"{frames} frames are to be looked at; accepted are 1 to {limit}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.errors import invalid
+from services.common.salts import check_salt
 from services.common.sampling_ranges import MAX_ANSWERS, check_ranges, constraint_of
 from services.llm.config import Pruning
 from services.llm.merge import MediaRun
@@ -20,7 +21,6 @@ from triptych.common.v1 import media_pb2, sampling_pb2
 from triptych.llm.v1 import llm_pb2
 
 MAX_WHOLE_ROWS = 1 << 20  # of all pruned items of a request
-MAX_SALT_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,7 @@ async def read_generate(
     if (last := max(set(prompt) - placeholders, default=0)) >= limits.vocab_size:
         raise invalid("token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {last}")
     media = _media(request.spans, prompt, checkpoint)
-    salt = request.cache_salt.encode()
-    if len(salt) > MAX_SALT_BYTES:
-        raise invalid("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes, got {len(salt)}")
+    salt = check_salt(request.cache_salt)
     given = request.sampling
     max_tokens = _max_tokens(given, len(prompt), limits)
     if (last := max(given.stop_token_ids, default=0)) >= limits.vocab_size:
