@@ -222,7 +222,8 @@ def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Check
             whole += span.whole_rows
             _check_pruned(f"spans[{i}].whole_rows", span, whole, checkpoint)
         grid = Grid(span.grid.t, span.grid.h, span.grid.w)
-        runs.append(MediaRun(modality, span.offset, span.rows, grid, span.seconds_per_grid or 1.0, tokens, span.whole_rows))
+        seconds = span.seconds_per_grid or 1.0
+        runs.append(MediaRun(modality, span.offset, span.rows, grid, seconds, tokens, span.whole_rows, span.first_row))
     stray = sum(t in placeholders for t in prompt) - covered
     if stray:
         raise invalid("spans", f"{stray} placeholder tokens of the prompt belong to no span")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from services.common.errors import ServiceError
 from services.llm.config import Pruning
+from services.llm.engine import _identity
 from services.llm.merge import MediaRun
 from services.llm.request import GenerateArguments, Limits, read_generate
 from services.llm.sampler import Sampling
@@ -98,6 +100,17 @@ def test_media(qwen: Reader) -> None:
     found = qwen.read(span(digest=b"d" * 32), span(7), token_ids=[5, 6, 7, *[qwen.image] * 8, 8])
     assert found.media == [MediaRun(Modality.IMAGE, offset, 4, Grid(1, 4, 4), 1.0, 4) for offset in (3, 7)]
     assert found.digests == [b"d" * 32, b""]
+
+
+def test_what_a_run_shows_is_named_by_all_that_changes_it(qwen: Reader) -> None:
+    """Runs of one item share its digest: rows 4 to 8 are not rows 0 to 4."""
+    first, second = qwen.read(
+        span(digest=b"d"), span(7, digest=b"d", first_row=4), token_ids=[5, 6, 7, *[qwen.image] * 8, 8]
+    ).media
+    again = replace(first, offset=second.offset)
+    other = [second, *(replace(again, **change) for change in ({"whole_rows": 8}, {"rows": 5}, {"grid": Grid(1, 2, 8)}))]
+    assert _identity(first, b"d") == _identity(again, b"d")
+    assert len({_identity(run, b"d") for run in [first, *other]}) == 5
 
 
 @pytest.mark.parametrize(
