@@ -27,14 +27,12 @@ class PacketSamples:
 
     Attributes:
         known: whether this codec's packets tell; where headers are too odd for that, the stream must be decoded.
-        total: samples so far.
     """
 
     def __init__(self, stream: Any) -> None:
         self._samples = _codec(stream)
         self._skip = 0
         self.known = self._samples is not None
-        self.total = 0
 
     def take(self, packet: Any) -> int:
         """Samples that come of a packet once what precedes and follows the sound is cut off; damaged or not."""
@@ -49,9 +47,7 @@ class PacketSamples:
         skipped = samples if packet.is_discard else min(samples, self._skip)
         self._skip = max(0, self._skip - samples) if packet.is_discard else self._skip - skipped
         left = samples - skipped
-        left -= padding if padding <= left else 0
-        self.total += left
-        return left
+        return left - padding if padding <= left else left
 
 
 def _codec(stream: Any) -> Samples | None:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<4sIQ")  # magic, length of the JSON, XXH3 of what follows
 _MAGIC = b"TRP1"
 _PAUSE_SECONDS = 5.0  # after a failure the server is left alone for so long
+_AT_ONCE = 16  # calls, which bounds connections and the entries in memory
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -85,7 +86,8 @@ class FleetCache:
     """
 
     def __init__(self, url: str, model: str, *, max_bytes: int, seconds: float, timeout: float) -> None:
-        self._client = redis.asyncio.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, max_connections=16)
+        self._client = redis.asyncio.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+        self._places = asyncio.Semaphore(_AT_ONCE)
         self._prefix = f"triptych:{model}:".encode()
         self._max_bytes, self._seconds, self._timeout = max_bytes, seconds, timeout
         self._paused_until = 0.0
@@ -97,15 +99,16 @@ class FleetCache:
         return stored
 
     async def _look_up(self, key: bytes) -> tuple[str, Stored | None]:
-        if time.monotonic() < self._paused_until:
-            return "paused", None
         try:
-            async with asyncio.timeout(self._timeout):
-                data = await self._client.get(self._prefix + key.hex().encode())
-            if data is None:
-                return "miss", None
-            assert isinstance(data, bytes), "the client decodes nothing"
-            return "hit", await asyncio.to_thread(Stored.from_bytes, data)
+            async with self._places:
+                if time.monotonic() < self._paused_until:
+                    return "paused", None
+                async with asyncio.timeout(self._timeout):
+                    data = await self._client.get(self._name(key))
+                if data is None:
+                    return "miss", None
+                assert isinstance(data, bytes), "the client decodes nothing"
+                return "hit", await asyncio.to_thread(Stored.from_bytes, data)
         except (RedisError, OSError, TimeoutError) as error:
             self._pause(error)
             return "error", None
@@ -115,18 +118,24 @@ class FleetCache:
 
     async def put(self, key: bytes, stored: Stored) -> None:
         """Keep an entry, if it can be."""
-        if time.monotonic() < self._paused_until or sum(rows.nbytes for rows in stored.features) > self._max_bytes:
+        if sum(rows.nbytes for rows in stored.features) > self._max_bytes:
             return
-        data = await asyncio.to_thread(stored.to_bytes)
         try:
-            async with asyncio.timeout(self._timeout):
-                await self._client.set(self._prefix + key.hex().encode(), data, px=round(self._seconds * 1000))
+            async with self._places:
+                if time.monotonic() < self._paused_until:
+                    return
+                data = await asyncio.to_thread(stored.to_bytes)
+                async with asyncio.timeout(self._timeout):
+                    await self._client.set(self._name(key), data, px=round(self._seconds * 1000))
         except (RedisError, OSError, TimeoutError) as error:
             self._pause(error)
 
     async def close(self) -> None:
         """Let go of the server."""
         await self._client.aclose()
+
+    def _name(self, key: bytes) -> bytes:
+        return self._prefix + key.hex().encode()
 
     def _pause(self, error: Exception) -> None:
         self._paused_until = time.monotonic() + _PAUSE_SECONDS

@@ -92,21 +92,8 @@ class Pipeline:
         """
         ref = self._store.claim(key, len(data))
         if not ref.found:
-            ref.entry.work = asyncio.create_task(self._fill(ref.entry, planned, data), name=f"encode {ref.ref_id}")
+            ref.entry.work = asyncio.create_task(self._run(ref.entry, planned, data), name=f"encode {ref.ref_id}")
         return ref.ref_id
-
-    async def _fill(self, entry: Entry, planned: Planned, data: bytes) -> None:
-        """Rows from the fleet's cache where they are there, else from the towers."""
-        stored = await self._fleet.get(entry.key) if self._fleet else None
-        if stored is not None and (stored.header.rows, stored.header.grid) == (planned.plan.rows, planned.plan.grid):
-            self._store.open(entry, stored.header)
-            self._store.append(entry, [*stored.features])
-            self._store.finish(entry, Done(0.0, 0.0))
-            metrics.items.labels("found").inc()
-            return
-        await self._run(entry, planned, data)
-        if self._fleet and entry.done and entry.header and entry.rows:
-            await self._fleet.put(entry.key, Stored(entry.header, entry.rows.features))
 
     async def stop(self) -> None:
         """Drop all items and end the threads."""
@@ -117,8 +104,12 @@ class Pipeline:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def _run(self, entry: Entry, planned: Planned, data: bytes) -> None:
+        """Rows from the fleet's cache where they are there, else from the towers. No other frame holds the media."""
         outcome = "failed"
         try:
+            if self._fleet and await self._found(self._fleet, entry, planned.plan):
+                outcome = "found"
+                return
             with self._batcher.turn(planned.plan.patches) as turn:
                 submitted = time.perf_counter()
                 await self._batcher.room(turn)
@@ -149,6 +140,18 @@ class Pipeline:
             self._store.fail(entry, ServiceError(grpc.StatusCode.INTERNAL, text))
         finally:
             metrics.items.labels(outcome).inc()
+        if self._fleet and entry.done and entry.header and entry.rows:
+            await self._fleet.put(entry.key, Stored(entry.header, entry.rows.features))
+
+    async def _found(self, fleet: FleetCache, entry: Entry, plan: ItemPlan) -> bool:
+        """Whether the fleet's cache had the item, which is done then."""
+        stored = await fleet.get(entry.key)
+        if stored is None or (stored.header.rows, stored.header.grid) != (plan.rows, plan.grid):
+            return False
+        self._store.open(entry, stored.header)
+        await self._append(entry, [*stored.features])
+        self._store.finish(entry, Done(0.0, 0.0))
+        return True
 
     async def _encode(self, entry: Entry, planned: Planned, prepared: Prepared, turn: Turn) -> None:
         """All rows into the store, piece by piece. Pieces share the inputs, which are held until the last is through."""

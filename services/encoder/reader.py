@@ -70,7 +70,8 @@ async def read(
         items: dict[int, Iterator[Event | None]] = {}
         for index, ((ref_id, start_row), ref) in enumerate(zip(wanted, reading.refs, strict=True)):
             if ref is None:
-                yield index, store.not_found(ref_id)
+                with reading.busy():
+                    yield index, store.not_found(ref_id)
             else:
                 items[index] = _Item(ref, start_row, max_chunk_bytes, shared, f"items[{index}].start_row").events()
         while items:

@@ -27,11 +27,9 @@ class Rows:
 
     def __init__(self, rows: int, features: Sequence[tuple[int, torch.dtype]], *, shared: bool) -> None:
         self.nbytes = block_bytes(rows, features)
-        self._block = _block(self.nbytes) if shared and self.nbytes >= SHARED_FROM else None
-        if self._block is None:
-            memory = torch.empty(self.nbytes, dtype=torch.uint8)
-        else:
-            memory = torch.from_file(self._block.path, shared=True, size=self.nbytes, dtype=torch.uint8)
+        mapped = _mapped(self.nbytes) if shared and self.nbytes >= SHARED_FROM else None
+        self._block: Block | None
+        self._block, memory = mapped or (None, torch.empty(self.nbytes, dtype=torch.uint8))
         self.features = split_block(memory, rows, features)
 
     @property
@@ -52,8 +50,14 @@ class Rows:
             self._block = None
 
 
-def _block(nbytes: int) -> Block | None:
+def _mapped(nbytes: int) -> tuple[Block, torch.Tensor] | None:
+    """A block and its memory; None where the system does not let us: the rows travel as messages then."""
     try:
-        return Block(nbytes)
-    except OSError:  # no descriptor is left: the rows travel as messages
+        block = Block(nbytes)
+    except OSError:  # no descriptor is left
+        return None
+    try:
+        return block, torch.from_file(block.path, shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError:  # /proc is out of reach
+        block.close()
         return None

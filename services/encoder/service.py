@@ -115,13 +115,13 @@ class EncoderService:
         return Pipeline(self.store, batcher, decode, preprocess, towers.split, at_once, fleet)
 
     def _fleet(self, towers: Towers) -> FleetCache | None:
-        """What all encoders of one checkpoint and element type share."""
+        """What all encoders of one checkpoint, element type and decoder of JPEGs share: all of them change rows."""
         config = self._config
         if not config.fleet_cache_url:
             return None
         return FleetCache(
             config.fleet_cache_url,
-            f"{self._checkpoint.fingerprint}:{towers.dtype}",
+            f"{self._checkpoint.fingerprint}:{towers.dtype}:{config.jpeg_decoder}",
             max_bytes=config.fleet_cache_max_item_bytes,
             seconds=config.fleet_cache_seconds,
             timeout=config.fleet_cache_timeout,
@@ -151,10 +151,5 @@ def _spec(planned: Planned, config: EncoderConfig) -> Spec:
             text = f"{planned.plan.samples} samples at {RATE} a second are to be heard; at most {limit} are accepted"
             raise invalid(planned.field, text, reason="AUDIO_TOO_LONG", limit=limit, requested=planned.plan.samples)
         return SoundSpec(limit, planned.plan.samples or None, RATE)
-    if not 0 < len(planned.plan.frames) <= config.max_video_frames:
-        text = f"{len(planned.plan.frames)} frames are to be looked at; accepted are 1 to {config.max_video_frames}"
-        raise invalid(
-            planned.field, text, reason="VIDEO_TOO_LONG", limit=config.max_video_frames, requested=len(planned.plan.frames)
-        )  # fmt: skip
     # half of the memory is left to the decoder
     return VideoSpec(planned.plan.frames, config.max_pixels, config.decode_memory_bytes // 2)

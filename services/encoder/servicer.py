@@ -13,6 +13,7 @@ import grpc
 from services.common import logs
 from services.common.errors import ServiceError, invalid, unavailable
 from services.common.interceptor import clean_request_id
+from services.common.salts import check_salt
 from services.common.shared_memory import this_place
 from services.encoder.config import EncoderConfig
 from services.encoder.pipeline import Pipeline, Planned
@@ -26,6 +27,7 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
 DEFAULT_CHUNK_BYTES = 512 * 1024
 MAX_FETCH_ITEMS = 4096
+MAX_ROWS = 1 << 20  # of an item
 _LONG = 256 * 1024  # bytes; hashing more takes a thread
 MAX_FIELD = 256  # characters; it comes back in error texts
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -99,11 +101,23 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         if int(request.modality) not in supported:
             words = " and ".join(modality.word for modality in supported)
             raise invalid(field, f"the model {self._checkpoint.name} does not take this kind of media; it takes {words}")
-        if request.expected_rows == 0:
-            raise invalid("expected_rows", "it must be the number of rows that the item was planned with, at least 1")
+        self._check_figures(request, field)
         if request.whole_rows:
             self._check_pruned(request)
         return Planned(_plan(request), field, request.HasField("expected_grid"))
+
+    def _check_figures(self, request: encoder_pb2.EncodeRequest, field: str) -> None:
+        """Before memory or work follows from them."""
+        if not 0 < request.expected_rows <= MAX_ROWS:
+            text = f"it must be the number of rows that the item was planned with, 1 to {MAX_ROWS}, got {request.expected_rows}"
+            raise invalid("expected_rows", text)
+        if request.whole_rows > MAX_ROWS:
+            raise invalid("whole_rows", f"it must be at most {MAX_ROWS}, got {request.whole_rows}")
+        check_salt(request.cache_salt)
+        frames, limit = max(len(request.frames), len(request.times)), self._config.max_video_frames
+        if frames > limit or (int(request.modality) == Modality.VIDEO and not request.frames):
+            text = f"{frames} frames are to be looked at; accepted are 1 to {limit}"
+            raise invalid(field, text, reason="VIDEO_TOO_LONG", limit=limit, requested=frames)
 
     def _check_pruned(self, request: encoder_pb2.EncodeRequest) -> None:
         if not self._checkpoint.family.prunes_video or int(request.modality) != Modality.VIDEO:

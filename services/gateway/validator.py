@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.errors import ServiceError, invalid
+from services.common.salts import check_salt
 from services.gateway.config import GatewayConfig
 from services.gateway.model import ServedModel
 from services.gateway.sampling import Sampling, read_sampling
@@ -19,7 +20,6 @@ from services.models.media import Modality
 from triptych.gateway.v1 import gateway_pb2
 
 _ROLES = {gateway_pb2.ROLE_SYSTEM: "system", gateway_pb2.ROLE_USER: "user", gateway_pb2.ROLE_ASSISTANT: "assistant"}
-MAX_SALT_BYTES = 128
 _MEDIA = {modality.word: modality for modality in Modality}
 
 
@@ -115,8 +115,7 @@ class Validator:
 
 
 def _salt(request: gateway_pb2.ChatRequest) -> str:
-    if (size := len(request.cache_salt.encode())) > MAX_SALT_BYTES:
-        raise invalid("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes, got {size}")
+    check_salt(request.cache_salt)
     return request.cache_salt
 
 

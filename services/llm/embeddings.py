@@ -17,7 +17,7 @@ import torch
 
 from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
-from services.common.errors import ServiceError, invalid
+from services.common.errors import ServiceError, invalid, unavailable
 from services.common.shared_memory import Address, NotShared, open_block, this_place
 from services.llm.fetched import Fetched, read_response
 from services.models.rows import block_bytes, split_block
@@ -148,11 +148,11 @@ class RowFetcher:
         self, fetch: Any, request_id: str, items: list[RemoteItem], on_rows: OnRows, on_kept: OnKept | None
     ) -> None:
         """Every row of one encoder's items, on as few streams as it takes."""
-        address = items[0].encoder_address
+        address, cause = items[0].encoder_address, ""
         for attempt in range(1, _TRIES + 1):
             left = [item for item in items if not item.done]
             wanted = [encoder_pb2.FetchItem(ref_id=item.ref_id, start_row=min(item.arrived)) for item in left]
-            place = "" if address in self._apart else this_place()
+            place = "" if cause or address in self._apart else this_place()
             request = encoder_pb2.FetchRequest(
                 request_id=request_id, items=wanted, max_chunk_bytes=self.max_chunk_bytes, place=place
             )
@@ -161,16 +161,21 @@ class RowFetcher:
                 async for fetched in call:
                     self._take(left[fetched.response.item], fetched, on_rows, on_kept)
             except NotShared as error:
-                logs.event(logger, "encoder's memory cannot be opened, rows are sent", encoder=address, cause=str(error))
-                self._apart.add(address)
-                call.cancel()
+                cause = str(error)
+                if attempt == _TRIES:
+                    raise unavailable(f"the encoder's memory cannot be opened ({cause}); try again") from None
                 continue
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE or attempt == _TRIES:
                     raise ServiceError.from_rpc(error, "encoder") from error
                 continue
+            finally:
+                call.cancel()
             if not all(item.done for item in items):
                 raise ServiceError(grpc.StatusCode.INTERNAL, "the encoder ended its stream before every row was sent")
+            if cause:  # rows that can be sent and not opened; where a ref is gone, neither can be
+                logs.event(logger, "encoder's memory cannot be opened, rows are sent", encoder=address, cause=cause)
+                self._apart.add(address)
             return
 
     def _take(self, item: RemoteItem, fetched: Fetched, on_rows: OnRows, on_kept: OnKept | None) -> None:

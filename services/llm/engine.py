@@ -376,5 +376,5 @@ def _identity(run: MediaRun, digest: bytes) -> bytes:
     """Names all that an item's keys and values depend on, or b"" if the caller did not say what its content is."""
     if not digest:
         return b""
-    shape = (run.modality, run.rows, run.grid.t, run.grid.h, run.grid.w, run.seconds_per_grid)
+    shape = (run.modality, run.rows, run.grid.t, run.grid.h, run.grid.w, run.seconds_per_grid, run.whole_rows, run.first_row)
     return hashlib.blake2b(digest + repr(shape).encode(), digest_size=32).digest()

@@ -32,6 +32,7 @@ class MediaRun:
         seconds_per_grid: video time between two steps of ``grid.t``, where positions follow time.
         tokens: placeholders in the run; as many as rows, but 1 in cross-attention families.
         whole_rows: rows that the grid says, where an encoder has dropped some of them; else 0.
+        first_row: of the item, where it has several runs.
     """
 
     modality: Modality
@@ -41,6 +42,7 @@ class MediaRun:
     seconds_per_grid: float = 1.0
     tokens: int = 0
     whole_rows: int = 0
+    first_row: int = 0
 
     @property
     def stop(self) -> int:

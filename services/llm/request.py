@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.errors import invalid
+from services.common.salts import check_salt
 from services.common.sampling_ranges import MAX_ANSWERS, check_ranges, constraint_of
 from services.llm.config import Pruning
 from services.llm.merge import MediaRun
@@ -19,8 +20,7 @@ from services.models.media import Grid, Modality
 from triptych.common.v1 import media_pb2, sampling_pb2
 from triptych.llm.v1 import llm_pb2
 
-MAX_WHOLE_ROWS = 1 << 20  # of a pruned item
-MAX_SALT_BYTES = 128
+MAX_WHOLE_ROWS = 1 << 20  # of all pruned items of a request
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,7 @@ async def read_generate(
     if (last := max(set(prompt) - placeholders, default=0)) >= limits.vocab_size:
         raise invalid("token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {last}")
     media = _media(request.spans, prompt, checkpoint)
-    salt = request.cache_salt.encode()
-    if len(salt) > MAX_SALT_BYTES:
-        raise invalid("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes, got {len(salt)}")
+    salt = check_salt(request.cache_salt)
     given = request.sampling
     max_tokens = _max_tokens(given, len(prompt), limits)
     if (last := max(given.stop_token_ids, default=0)) >= limits.vocab_size:
@@ -195,7 +193,7 @@ async def _grammar(given: sampling_pb2.SamplingParams, grammars: Grammars) -> Gr
 def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Checkpoint) -> list[MediaRun]:
     """The spans, checked against the prompt: known modality, sorted, disjoint, inside, over placeholders only and over all."""
     runs: list[MediaRun] = []
-    end = covered = 0
+    end = covered = whole = 0
     family = checkpoint.family
     placeholders = {checkpoint.placeholder_id(m): m for m in family.modalities}
     for i, span in enumerate(spans):
@@ -221,9 +219,11 @@ def _media(spans: Sequence[media_pb2.Span], prompt: list[int], checkpoint: Check
             raise invalid(f"spans[{i}].seconds_per_grid", f"must be a time, got {span.seconds_per_grid:g}")
         covered += tokens
         if span.whole_rows:
-            _check_pruned(f"spans[{i}].whole_rows", span, checkpoint)
+            whole += span.whole_rows
+            _check_pruned(f"spans[{i}].whole_rows", span, whole, checkpoint)
         grid = Grid(span.grid.t, span.grid.h, span.grid.w)
-        runs.append(MediaRun(modality, span.offset, span.rows, grid, span.seconds_per_grid or 1.0, tokens, span.whole_rows))
+        seconds = span.seconds_per_grid or 1.0
+        runs.append(MediaRun(modality, span.offset, span.rows, grid, seconds, tokens, span.whole_rows, span.first_row))
     stray = sum(t in placeholders for t in prompt) - covered
     if stray:
         raise invalid("spans", f"{stray} placeholder tokens of the prompt belong to no span")
@@ -249,14 +249,14 @@ def _check_grid(field: str, span: media_pb2.Span, merge: int) -> None:
         raise invalid(field, f"{t} x {h} x {w} patches, merged {merge} x {merge}, must give the span's {rows} rows")
 
 
-def _check_pruned(field: str, span: media_pb2.Span, checkpoint: Checkpoint) -> None:
+def _check_pruned(field: str, span: media_pb2.Span, whole: int, checkpoint: Checkpoint) -> None:
     """Rows can be dropped where a video stands in one run and its positions come from its grid."""
     if not checkpoint.family.prunes_video or int(span.modality) != Modality.VIDEO:
         model_type = checkpoint.family.model_type
         raise invalid(
             field, f"rows can be dropped of videos where positions come from a grid, not of this of a {model_type} model"
         )
-    if span.whole_rows > MAX_WHOLE_ROWS:
-        raise invalid(field, f"must be at most {MAX_WHOLE_ROWS}, got {span.whole_rows}")
+    if whole > MAX_WHOLE_ROWS:
+        raise invalid(field, f"all together may be {MAX_WHOLE_ROWS}, these and those before are {whole}")
     if span.whole_rows <= span.rows or span.first_row:
         raise invalid(field, f"must be more than the {span.rows} rows that are left, got {span.whole_rows}")

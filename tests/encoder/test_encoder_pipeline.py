@@ -18,9 +18,11 @@ from prometheus_client import REGISTRY
 from services.common.errors import ServiceError
 from services.encoder.batcher import Batcher
 from services.encoder.features import Features
+from services.encoder.fleet_cache import Stored
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import Prepared
 from services.encoder.reader import Chunk, Event, read
+from services.encoder.rows import Rows
 from services.encoder.store import Done, Header, Store
 from services.models.media import Grid, ItemPlan, Modality
 
@@ -254,3 +256,57 @@ async def test_a_grid_that_was_not_planned_is_seen_before_the_towers() -> None:
         (error,) = await made.events(made.submit("a", 3))
         assert isinstance(error, ServiceError) and error.reason == "ESTIMATE_MISMATCH"
         assert not [event for event, _ in made.log if event.startswith("towers")]
+
+
+class Media(bytes):
+    """A file that says when it is gone."""
+
+    gone = False
+
+    def __del__(self) -> None:
+        Media.gone = True
+
+
+async def test_media_are_let_go_of_as_soon_as_they_are_decoded() -> None:
+    async with bench() as made:
+        made.shut.add("a")
+        planned = Planned(ItemPlan(Modality.IMAGE, 1, Grid(1, 1, 1), 1, tiles=1), "data")
+        made.pipeline.submit(b"key", planned, Media(b"a"))
+        await made.until("towers 0", "a")
+        assert Media.gone
+
+
+class Fleet:
+    """A fleet's cache with one entry, or a mistake in it."""
+
+    def __init__(self, found: Stored | None) -> None:
+        self._found = found
+
+    async def get(self, key: bytes) -> Stored:
+        if self._found is None:
+            raise RuntimeError("secret")
+        return self._found
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_mistake_in_the_fleet_s_cache_ends_its_item() -> None:
+    async with bench() as made:
+        made.pipeline._fleet = Fleet(None)  # type: ignore[assignment]
+        (error,) = await asyncio.wait_for(made.events(made.submit("a", 1)), 10)
+        assert isinstance(error, ServiceError) and error.code is grpc.StatusCode.INTERNAL and "secret" not in error.message
+
+
+async def test_large_rows_of_the_fleet_are_copied_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied_by = []
+    write = Rows.write
+    monkeypatch.setattr(Rows, "write", lambda *a: (copied_by.append(threading.current_thread()), write(*a))[1])
+    rows = torch.zeros(2**20, 4)
+    async with bench() as made:
+        header = Header(len(rows), Grid(len(rows), 1, 1), ((4, torch.float32),))
+        made.pipeline._fleet = Fleet(Stored(header, [rows]))  # type: ignore[assignment]
+        ref = made.submit("a", len(rows))
+        async with aclosing(read(made.store, [(ref, len(rows))], 1)) as events:
+            assert isinstance([event async for _, event in events][-1], Done)
+        assert copied_by and threading.main_thread() not in copied_by and not made.log

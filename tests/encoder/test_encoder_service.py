@@ -147,6 +147,11 @@ async def test_bad_media_fail_with_their_field_and_the_next_item_works(checkpoin
         (b"", {}, "is empty"),
         (b"x" * 1001, {}, "has 1001 bytes; at most 1000"),
         (b"x", {"expected_rows": 0}, "expected_rows"),
+        (b"x", {"expected_rows": 2**32 - 1}, "1 to 1048576, got 4294967295"),
+        (b"x", {"whole_rows": 2**32 - 1}, "at most 1048576, got 4294967295"),
+        (b"x", {"cache_salt": "ä" * 65}, "at most 128 bytes, got 130"),
+        (b"x", {"frames": range(769)}, "769 frames are to be looked at; accepted are 1 to 768"),
+        (b"x", {"times": [0.0] * 769}, "769 frames are to be looked at; accepted are 1 to 768"),
         (b"x", {"modality": media_pb2.MODALITY_AUDIO}, "it takes image"),
         (b"x", {"modality": media_pb2.MODALITY_UNSPECIFIED}, "it takes image"),
     ],
@@ -156,7 +161,7 @@ async def test_what_is_wrong_at_sight_is_refused_at_once(checkpoint_dir: Dirs, d
         with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
             await client.encode(data, 4, **changes)
         error = error_of(caught.value)
-        assert error.code is grpc.StatusCode.INVALID_ARGUMENT and error.field in ("parts[0].image", "expected_rows")
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT and error.field in ("parts[0].image", *changes)
         assert (await client.load()).refs == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from contextlib import aclosing
 from random import Random
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from services.common.errors import ServiceError
+from services.common.shared_memory import Block
 from services.encoder.reader import Chunk, Event, Ready, Shared, read
 from services.encoder.rows import SHARED_FROM
 from services.encoder.store import Done, Entry, Header, Ref, Store
@@ -223,6 +225,14 @@ async def test_the_lease_stands_still_while_somebody_reads_and_starts_again_afte
     assert len(store) == 0
 
 
+async def test_a_reader_that_stops_at_an_unknown_ref_holds_no_other() -> None:
+    store = Store(0.05)
+    ref = add(store, 0)
+    async with aclosing(read(store, [("unknown", 0), (ref.ref_id, 0)], 1000)) as events:
+        assert isinstance((await anext(events))[1], ServiceError)
+        await asyncio.wait_for(store.empty.wait(), 10)
+
+
 async def test_a_stored_error_keeps_no_frames_alive() -> None:
     store = Store(10)
     ref = add(store, 0)
@@ -333,6 +343,15 @@ async def test_rows_in_shared_memory_are_announced_and_not_sent() -> None:
     store.drop([second.ref_id])
     fourth = done_item(store, b"fourth", rows)
     assert isinstance((await collect_shared(store, fourth))[0], Shared)
+
+
+async def test_rows_are_sent_where_a_block_cannot_be_mapped_and_no_descriptor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Block, "path", "/proc/is/not/here")
+    before = len(os.listdir("/proc/self/fd"))
+    store = Store(10, shared_items=2)
+    ref = done_item(store, b"key", SHARED_FROM // (HIDDEN * 4))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert isinstance((await collect_shared(store, ref))[0], Header)
 
 
 async def collect_shared(store: Store, ref: Ref) -> list[Event]:

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -17,7 +18,9 @@ import torch
 from encoder_harness import running
 from prometheus_client import REGISTRY
 
+from services.encoder.config import EncoderConfig
 from services.encoder.fleet_cache import FleetCache, Stored
+from services.encoder.service import EncoderService
 from services.encoder.store import Header
 from services.models.media import Grid
 from tests.media_files import picture
@@ -113,6 +116,25 @@ async def test_another_checkpoint_finds_nothing(checkpoint_dir: Dirs, server: Se
     await small.put(b"key", stored())
     assert await small.get(b"key") is None and server.client.dbsize() == 1
     await asyncio.gather(one.close(), other.close(), small.close())
+
+
+async def test_more_lookups_than_connections_wait_for_one(server: Server) -> None:
+    fleet = FleetCache(server.url, "many", max_bytes=10_000, seconds=60, timeout=30)
+    await asyncio.gather(*(fleet.put(bytes([number]), stored()) for number in range(40)))
+    assert server.client.dbsize() == 40
+    assert None not in await asyncio.gather(*(fleet.get(bytes([number])) for number in range(40)))
+    await fleet.close()
+
+
+async def test_encoders_that_decode_otherwise_share_nothing(checkpoint_dir: Dirs) -> None:
+    """nvJPEG's pixels are not libjpeg-turbo's to the bit."""
+    fleets = []
+    for decoder in ("workers", "gpu"):
+        config = EncoderConfig(model=str(checkpoint_dir("llava")), jpeg_decoder=decoder, fleet_cache_url="redis://nowhere")
+        fleets.append(EncoderService(config)._fleet(SimpleNamespace(dtype=torch.float32)))  # type: ignore[arg-type]
+    one, other = fleets
+    assert one is not None and other is not None and one._prefix != other._prefix
+    await asyncio.gather(one.close(), other.close())
 
 
 async def test_no_request_fails_whatever_the_server_does(checkpoint_dir: Dirs, server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from services.common.errors import ServiceError
 from services.llm.config import Pruning
+from services.llm.engine import _identity
 from services.llm.merge import MediaRun
 from services.llm.request import GenerateArguments, Limits, read_generate
 from services.llm.sampler import Sampling
@@ -100,6 +102,17 @@ def test_media(qwen: Reader) -> None:
     assert found.digests == [b"d" * 32, b""]
 
 
+def test_what_a_run_shows_is_named_by_all_that_changes_it(qwen: Reader) -> None:
+    """Runs of one item share its digest: rows 4 to 8 are not rows 0 to 4."""
+    first, second = qwen.read(
+        span(digest=b"d"), span(7, digest=b"d", first_row=4), token_ids=[5, 6, 7, *[qwen.image] * 8, 8]
+    ).media
+    again = replace(first, offset=second.offset)
+    other = [second, *(replace(again, **change) for change in ({"whole_rows": 8}, {"rows": 5}, {"grid": Grid(1, 2, 8)}))]
+    assert _identity(first, b"d") == _identity(again, b"d")
+    assert len({_identity(run, b"d") for run in [first, *other]}) == 5
+
+
 @pytest.mark.parametrize(
     ("spans", "field", "words"),
     [
@@ -116,6 +129,14 @@ def test_media(qwen: Reader) -> None:
 def test_refused_media(qwen: Reader, spans: list[media_pb2.Span], field: str, words: str) -> None:
     error = qwen.refusal(*spans, token_ids=[5, 6, 7, *[qwen.image] * 4, 8])
     assert error.field == field and words in error.message
+
+
+def test_pruned_items_are_bounded_together(qwen: Reader) -> None:
+    video, grid = qwen.checkpoint.placeholder_id(Modality.VIDEO), media_pb2.Grid(t=2**15, h=8, w=8)
+    spans = [span(3 + 4 * i, modality=3, grid=grid, whole_rows=2**19) for i in range(3)]
+    assert len(qwen.read(*spans[:2], token_ids=[5, 6, 7, *[video] * 8, 8]).media) == 2
+    error = qwen.refusal(*spans, token_ids=[5, 6, 7, *[video] * 12, 8])
+    assert error.field == "spans[2].whole_rows" and f"are {3 * 2**19}" in error.message
 
 
 NAN = float("nan")

@@ -131,6 +131,57 @@ async def test_memory_that_cannot_be_opened_is_sent_and_not_asked_for_again(
         await fetcher.close()
 
 
+async def test_a_ref_that_goes_away_does_not_end_reading_in_place(checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(str(checkpoint_dir("qwen2_vl")))
+    async with encoder(checkpoint) as (store, address):
+        fetcher = RowFetcher(checkpoint.fingerprint, HIDDEN, 2)
+        ref, _ = item(store)
+
+        def gone(at: Address) -> int:
+            store.drop([ref.ref_id])
+            return open_block(at)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("services.llm.embeddings.open_block", gone)
+            with pytest.raises(ExceptionGroup) as caught:
+                await fetcher.fetch("r", [Receiver(ref, address).item], lambda *rows: None, 10)
+        (error,) = caught.value.exceptions
+        assert isinstance(error, ServiceError) and error.reason == "REF_NOT_FOUND"
+        receiver = Receiver(item(store)[0], address)
+        await fetcher.fetch("r", [receiver.item], receiver, 10)
+        assert len([rows for parts in receiver.rows.values() for rows in parts]) == 4, "in place, one piece for each span"
+        await fetcher.close()
+
+
+class Calls:
+    """Answers ``Fetch`` with one outcome for each call."""
+
+    def __init__(self, *outcomes: Exception) -> None:
+        self._outcomes = list(outcomes)
+        self.ended = 0
+
+    def __call__(self, request: Any, metadata: Any) -> Calls:
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        raise self._outcomes.pop(0)
+        yield
+
+    def cancel(self) -> None:
+        self.ended += 1
+
+
+async def test_a_fetch_whose_last_try_cannot_open_memory_is_no_success() -> None:
+    metadata = grpc.aio.Metadata()
+    away = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata)
+    fetcher, calls = RowFetcher("model", HIDDEN), Calls(away, away, NotShared("not permitted"))
+    wanted = RemoteItem("ref", "encoder:1", [(0, 1)], [0])
+    with pytest.raises(ServiceError) as caught:
+        await fetcher._stream(calls, "r", [wanted], lambda *rows: None, None)
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE and not wanted.done
+    assert calls.ended == 3, "no stream is left open"
+
+
 async def test_another_place_gets_rows_sent(checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.llm.embeddings.this_place", lambda: "another host")
     monkeypatch.setattr("services.llm.embeddings.open_block", lambda address: pytest.fail("nothing is to be opened"))

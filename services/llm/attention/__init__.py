@@ -12,8 +12,6 @@ from services.llm.attention.plan import Backend
 from services.llm.native import paged_kernel
 from services.models.registry import UnsupportedModel
 
-BACKENDS = ("auto", "naive", "gathered", "native", "cuda")
-
 
 def choose_backend(name: str, device: str) -> Backend:
     """The backend that a flag names; ``auto`` is the fastest for the device.
