@@ -47,7 +47,7 @@ def from_files() -> Iterator[Odd]:
         if "url" in entry:
             part = triptych.MediaPart(modality, url=entry["url"])
         else:
-            part = triptych.MediaPart(modality, data=(DATA / "odd_media" / entry["file"]).read_bytes())
+            part = triptych.MediaPart(modality, data=(DATA / "cases" / entry["file"]).read_bytes())
         size = tuple(entry["size"]) if "size" in entry else None
         yield Odd(entry["odd"], part, size, entry.get("refused"))
 
