@@ -122,9 +122,10 @@ FILES = [*from_files()]  # test_cases.py asks for them
 ODD = [*turned(), *timed()]
 
 
-@pytest.mark.parametrize(
-    "odd", [odd for odd in [*FILES, *ODD] if odd.size and odd.part.data and odd.part.modality == "image"], ids=str
-)
+SHOWN = [odd for odd in (*FILES, *ODD) if odd.size and odd.part.data and odd.part.modality == "image"]
+
+
+@pytest.mark.parametrize("odd", SHOWN, ids=str)
 def test_gateway_and_encoder_see_the_same_size(odd: Odd) -> None:
     facts = probe_image(odd.part.data, "image", max_pixels=50_000_000)
     shapes = []
