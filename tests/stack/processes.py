@@ -21,7 +21,7 @@ class Footprint:
     Attributes:
         memory: bytes of each service that are its own (not files, not shared), and of its workers.
         handles: open descriptors of each service but for blocks of memory.
-        blocks: blocks of memory that have a descriptor: a cached item's rows; decoded media until Python collects garbage.
+        blocks: blocks of memory that have a descriptor: rows of a large cached item, media that are being decoded.
         workers: process ids of each service's children.
     """
 

@@ -103,19 +103,22 @@ def test_the_model_sees_what_a_plain_file_would_show(odd: Odd, stack: RunningSta
 
 @pytest.mark.parametrize("group", sorted({odd.group for odd in MEDIA if odd.group}))
 def test_twins_are_never_taken_for_each_other(group: str, stack: RunningStack) -> None:
-    one, other = (odd.request for odd in MEDIA if odd.group == group)
-    # Whatever is cached of either goes to make room for these, which no other test asks for.
-    fillers = [asking(image(file_bytes(picture(700, 840, seed)))) for seed in group.encode()[-3:]]
+    pair = [odd.request.messages[0].parts[0] for odd in MEDIA if odd.group == group]
+    # A text of its own before each: where the language model has a prompt's keys and values, nobody waits for its rows.
+    asked = [asking(text(f"{group} {number}"), pair[number % 2]) for number in range(4)]
+    # Whatever is cached of either goes to make room for these, which nobody has asked for.
+    fillers = [asking(image(file_bytes(picture(700, 840, sum(group.encode()) + seed)))) for seed in range(0, 3000, 1000)]
 
     async def work(client: Client) -> None:
         for filler in fillers:
             await client.ask(filler)
         before = (await asyncio.to_thread(stack.wait_until, lambda loads: not loads.busy(), 5)).encoder
-        answers = [await client.ask(request) for request in (one, other, one, other)]
+        for request in asked:
+            await client.ask(request)
         after = stack.loads().encoder
         assert (after.cache_misses - before.cache_misses, after.cache_hits - before.cache_hits) == (2, 2)
-        assert apart(answers[0], answers[1]) > DIFFERENT
-        assert apart(answers[0], answers[2]) < SAME and apart(answers[1], answers[3]) < SAME
+        one, other, again = [await client.ask(asking(part, text("what?"))) for part in (*pair, pair[0])]
+        assert apart(one, other) > DIFFERENT and apart(one, again) < SAME
 
     alone(stack, work)
 
@@ -167,7 +170,7 @@ def test_sixteen_at_once_beside_good_ones_leave_nothing_behind(stack: RunningSta
     assert after.workers == before.workers, "a case cost a worker its life"
     assert {service: len(pids) for service, pids in after.workers.items()} == {"gateway": 2, "encoder": 2, "llm": 0}
     assert after.handles == before.handles
-    assert sum(after.blocks.values()) <= stack.loads().encoder.cached_items + AT_ONCE
+    assert sum(after.blocks.values()) <= stack.loads().encoder.cached_items
     grown = {name: after.memory[name] - before.memory[name] for name in before.memory}
     assert all(growth < MORE_BYTES for growth in grown.values()), grown
     assert stack.loads().tasks() == tasks

@@ -108,4 +108,5 @@ def test_killed_workers_and_bombs_disturb_nobody_else(start_stack: Callable[[str
     assert stack.wait_until(lambda loads: not loads.busy(), 5).tasks() <= tasks
     for service in SERVICES:
         events = stack.events(service)[logged[service] :]
-        assert not [event for event in events if event["level"] == "error"]
+        errors = {event["event"] for event in events if event["level"] == "error"}
+        assert errors <= {"decode worker does not start"}, "one may be killed before it has started; the next one is"
