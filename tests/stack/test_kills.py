@@ -92,7 +92,7 @@ def test_killed_workers_and_bombs_disturb_nobody_else(start_stack: Callable[[str
                     group.create_task(one(number))
 
     with triptych.Client(stack.address) as client:
-        client.chat("hello", max_tokens=1)  # connections between the services exist from here on
+        client.chat([triptych.image(file_bytes(picture(60, 60))), "hello"], max_tokens=1)  # connections between the services exist from here on
     stack.wait_until(lambda loads: not loads.busy(), 5)
     before = footprint(stack)
     asyncio.run(traffic())
