@@ -23,7 +23,7 @@ from tests.stack.odd_client import Client, client_of
 from tests.stack.processes import SERVICES, footprint, workers_of
 from triptych.gateway.v1 import gateway_pb2
 
-ASKED, AT_ONCE, KILL_EVERY = 160, 16, 10
+ASKED, AT_ONCE, KILL_EVERY = 96, 16, 10
 BOMBS = {"bomb_400mp", "bomb_88mp", "ztxt_bomb", "rate_forged", "truncated_png", "damaged", "no_moov", "init_only", "no_samples"}
 
 
@@ -91,8 +91,8 @@ def test_killed_workers_and_bombs_disturb_nobody_else(start_stack: Callable[[str
                 for number in range(8, 8 + ASKED):
                     group.create_task(one(number))
 
-    with triptych.Client(stack.address) as client:
-        client.chat([triptych.image(file_bytes(picture(60, 60))), "hello"], max_tokens=1)  # connections between the services exist from here on
+    with triptych.Client(stack.address) as client:  # connections between the services exist from here on
+        client.chat([triptych.image(file_bytes(picture(60, 60))), "hello"], max_tokens=1)
     stack.wait_until(lambda loads: not loads.busy(), 5)
     before = footprint(stack)
     asyncio.run(traffic())
