@@ -277,6 +277,7 @@ class Store:
         if entry.done is None:
             if entry.work is not None:
                 entry.work.cancel()
+                entry.work = None  # the end of a cancelled task refers to its variables: the entry, and with it what is decoded
             self._forget(entry)
             return
         self.held_bytes -= entry.held_bytes

@@ -186,14 +186,14 @@ async def test_dropping_cancels_work_and_tells_readers() -> None:
     store = Store(10)
     ref = add(store, 100)
     entry = ref.entry
-    entry.work = asyncio.create_task(asyncio.sleep(60))
+    entry.work = work = asyncio.create_task(asyncio.sleep(60))
     reader = asyncio.create_task(collect(store, (ref.ref_id, 0)))
     await settled()
     store.drop([ref.ref_id])
     ((_, error),) = await reader
     assert isinstance(error, ServiceError) and error.reason == "REF_NOT_FOUND"
     await settled()
-    assert entry.work.cancelled()
+    assert work.cancelled()
     assert store.held_bytes == 0
 
 
@@ -201,9 +201,9 @@ async def test_an_unread_ref_is_dropped_when_its_lease_ends() -> None:
     store = Store(0.05)
     ref = add(store, 100)
     entry = ref.entry
-    entry.work = asyncio.create_task(asyncio.sleep(60))
+    entry.work = work = asyncio.create_task(asyncio.sleep(60))
     await asyncio.sleep(0.1)
-    assert (len(store), store.held_bytes, entry.work.cancelled()) == (0, 0, True)
+    assert (len(store), store.held_bytes, work.cancelled()) == (0, 0, True)
 
 
 async def test_the_lease_stands_still_while_somebody_reads_and_starts_again_after() -> None:

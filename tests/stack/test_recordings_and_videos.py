@@ -50,8 +50,8 @@ def test_an_answer_costs_what_was_estimated(stack: RunningStack) -> None:
     [
         ("audio", b"no sound at all", ["messages[0].parts[0].audio", "WAV, MP3"]),
         ("video", b"no video at all", ["messages[0].parts[0].video", "MP4, MOV"]),
-        ("video", (DATA / "odd_media" / "sound_only.mp4").read_bytes(), ["messages[0].parts[0].video", "no moving picture"]),
-        ("audio", (DATA / "decoding" / "cfr25.mp4").read_bytes(), ["messages[0].parts[0].audio", "no sound"]),
+        ("video", (DATA / "cases" / "sound_only.mp4").read_bytes(), ["messages[0].parts[0].video", "no moving picture"]),
+        ("audio", (DATA / "cases" / "cfr25.mp4").read_bytes(), ["messages[0].parts[0].audio", "no sound"]),
     ],
 )
 def test_bad_files(stack: RunningStack, tmp_path: Path, modality: str, content: bytes, expected: list[str]) -> None:
