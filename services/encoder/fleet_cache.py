@@ -56,7 +56,7 @@ class Stored:
         """The other way round.
 
         Raises:
-            ValueError, KeyError, TypeError, struct.error: it is damaged, or of another version.
+            Exception: it is damaged, of another version, or makes no sense.
         """
         magic, length, checksum = _HEAD.unpack_from(data)
         body = memoryview(data)[_HEAD.size :]
@@ -112,7 +112,7 @@ class FleetCache:
         except (RedisError, OSError, TimeoutError) as error:
             self._pause(error)
             return "error", None
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except Exception as error:  # an entry can say anything and still have its checksum
             logs.event(logger, "fleet cache entry ignored", logging.WARNING, cause=repr(error)[:200])
             return "damaged", None
 

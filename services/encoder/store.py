@@ -112,6 +112,7 @@ class Store:
         shared_items: how many items processes on this host may read where they lie; each takes a descriptor.
 
     Attributes:
+        pending_items: items that are still being encoded.
         held_bytes: memory of items that refs hold.
         cached_bytes: memory of items that no ref holds.
         encoded_items: items that were ever done.
@@ -125,18 +126,13 @@ class Store:
         self._refs: dict[str, Ref] = {}
         self._entries: dict[bytes, Entry] = {}  # but for failed ones
         self._cached: OrderedDict[bytes, Entry] = OrderedDict()  # those that no ref holds, the longest unused first
-        self.held_bytes = self.cached_bytes = 0
+        self.pending_items = self.held_bytes = self.cached_bytes = 0
         self.encoded_items = self.hits = self.misses = self.evictions = 0
         self.empty = asyncio.Event()
         self.empty.set()
 
     def __len__(self) -> int:
         return len(self._refs)
-
-    @property
-    def pending_items(self) -> int:
-        """Items that are still being encoded."""
-        return sum(entry.pending for entry in self._entries.values())
 
     @property
     def cached_items(self) -> int:
@@ -153,6 +149,7 @@ class Store:
         if entry is None:
             entry = self._entries[key] = Entry(key)
             self.misses += 1
+            self.pending_items += 1
         else:
             self.hits += 1
             if self._cached.pop(key, None):
@@ -202,6 +199,7 @@ class Store:
         assert entry.header is not None and entry.rows is not None and entry.ready_rows == entry.header.rows, "rows are missing"
         self.hold(entry, entry.rows.nbytes)
         entry.done = done
+        self.pending_items -= 1
         self.encoded_items += 1
         self._wake(entry)
 
@@ -265,6 +263,7 @@ class Store:
     def check_integrity(self) -> None:
         """Assert that totals are sums, that every unread ref has a lease, and that only what is done and unheld is cached."""
         entries = {ref.entry for ref in self._refs.values()}
+        assert self.pending_items == sum(entry.pending for entry in self._entries.values())
         assert self.held_bytes == sum(entry.held_bytes for entry in entries)
         assert self.cached_bytes == sum(entry.held_bytes for entry in self._cached.values()) <= self._cache_bytes
         assert all(bool(ref.readers) != (ref.lease is not None) for ref in self._refs.values())
@@ -297,6 +296,7 @@ class Store:
     def _forget(self, entry: Entry) -> None:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
+            self.pending_items -= entry.done is None
         if entry.rows is not None:
             self._places += entry.rows.address is not None
             entry.rows.close()

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 import torch
+import xxhash
 from encoder_harness import running
 from prometheus_client import REGISTRY
 
@@ -103,6 +104,26 @@ async def test_one_encoder_finds_what_another_made(checkpoint_dir: Dirs, server:
         (salted,) = await second.fetch(await second.encode_picture(image, cache_salt="other"))
         assert salted.error is not None, "another tenant's picture is decoded"
     assert 0 < server.client.ttl(server.client.keys()[0]) <= 3600
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000,
+        b"[]",
+        b'{"rows": 1e999, "grid": {"t": 1, "h": 1, "w": 1}, "features": [[4, "torch.float32"]], "kept": []}',
+        b'{"rows": 1%s, "grid": {"t": 1, "h": 1, "w": 1}, "features": [[4, "torch.float32"]], "kept": []}' % (b"0" * 30),
+    ],
+    ids=["deep", "a list", "infinite", "huge"],
+)
+async def test_an_entry_that_makes_no_sense_is_none(text: bytes) -> None:
+    async def get(name: bytes) -> bytes:
+        return struct.pack("<4sIQ", b"TRP1", len(text), xxhash.xxh3_64_intdigest(text)) + text
+
+    fleet = FleetCache("redis://nowhere", "model", max_bytes=10_000, seconds=60, timeout=5)
+    fleet._client = SimpleNamespace(get=get)
+    before = lookups("damaged")
+    assert await fleet.get(b"key") is None and lookups("damaged") == before + 1
 
 
 async def test_another_checkpoint_finds_nothing(checkpoint_dir: Dirs, server: Server) -> None:
