@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,16 @@ def video_file(data: bytes, checkpoint: Checkpoint) -> VideoFile:
     return VideoFile(frames, facts.fps, data, shown)
 
 
-def media_asks(checkpoint: Checkpoint, takes: Takes, picture: bytes) -> list[Ask]:
-    """Every file alone, then some beside each other and beside a picture, as far as the family takes them."""
+def media_asks(checkpoint: Checkpoint, takes: Takes, picture: bytes, photos_at_most: int = len(PHOTOS)) -> list[Ask]:
+    """Every file alone, then some beside each other and beside a picture, as far as the family takes them.
+
+    Of photos as many as are wanted, other ones for each family.
+    """
     recordings: list[Part] = []
-    photos: list[Part] = [FILES[name] for name in PHOTOS] if Modality.IMAGE in checkpoint.family.modalities else []
+    photos: list[Part] = []
+    if Modality.IMAGE in checkpoint.family.modalities:
+        names = Random(checkpoint.family.model_type).sample(PHOTOS, photos_at_most)
+        photos = [FILES[name] for name in names]
     videos: list[Part] = []
     if Modality.AUDIO in checkpoint.family.modalities:
         recordings = [RecordingFile(FILES[name]) for name in RECORDINGS]

@@ -28,6 +28,7 @@ from triptych.gateway.v1 import gateway_pb2
 REQUESTS = 20
 ASKED_MUCH = ["qwen2_vl", "llava", "llama", "qwen2"]
 ASKED_LITTLE = [f.model_type for f in FAMILIES.values() if f.modalities and f.model_type not in ASKED_MUCH]
+PHOTOS_OF_LITTLE = 5  # for each family that is asked little, other ones for each
 ROLES = {"user": gateway_pb2.ROLE_USER, "assistant": gateway_pb2.ROLE_ASSISTANT, "system": gateway_pb2.ROLE_SYSTEM}
 
 
@@ -130,7 +131,8 @@ def asked_little(
     flags = ["--max-model-len", "4096"] if request.param == "phi4_multimodal" else []  # as far as its first frequencies reach
     with local_stack("--model", str(path), "--dtype", "float32", *flags, log_dir=tmp_path, quiet=True) as stack:
         takes = catalogue("TAKES").get(request.param, Takes())
-        few = [*few_asks(request.param), *media_asks(open_checkpoint(str(path)), takes, picture(random.Random(7), 90, 64, "PNG"))]
+        drawn = picture(random.Random(7), 90, 64, "PNG")
+        few = [*few_asks(request.param), *media_asks(open_checkpoint(str(path)), takes, drawn, PHOTOS_OF_LITTLE)]
         yield RunningStack(stack, tmp_path), [(ask, oracle.answer(ask)) for ask in few]
 
 
