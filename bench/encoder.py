@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure import Cost, cost_of, host_facts, interleave, median, table
+from bench.measure import Cost, cost_of, host_facts, interleave, median, table, write_figures
 from scripts.checkpoints.blueprint import Options
 from scripts.checkpoints.registry import FAMILIES
 from scripts.checkpoints.writer import write
@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         results[section] = [{"dtype": dtype, **row} for dtype in options.dtypes for row in SECTIONS[section](options, dtype)]
         print(f"\n{section}\n{table(results[section])}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"host": facts, "results": results}, indent=1) + "\n")
+        write_figures(options.json, facts, results=results)
     return 0
 
 

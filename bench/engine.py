@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from bench.incumbents.client import Incumbent
 from bench.load import Ask, make_load, write_load
-from bench.measure import Cost, cost_of, host_facts, interleave, median, table
+from bench.measure import Cost, cost_of, host_facts, interleave, median, table, write_figures
 from bench.stack import VOCAB, InstantRunner, Stack, Stopwatch, load_runner, make_model
 from services.models.hf import transformers
 
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
         results[section] = rows
         print(f"\n{section}\n{table(rows)}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"host": facts, "results": results}, indent=1) + "\n")
+        write_figures(options.json, facts, results=results)
     return 0
 
 

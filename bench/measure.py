@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
@@ -63,6 +64,12 @@ def host_facts(module: str) -> dict[str, Any]:
         "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def write_figures(file: Path, facts: dict[str, Any], **figures: Any) -> None:
+    """Write what was measured, and on what host, as JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"host": facts, **figures}, indent=1) + "\n")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

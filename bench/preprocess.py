@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bench.measure import Cost, cost_of, host_facts, interleave, median, table
+from bench.measure import Cost, cost_of, host_facts, interleave, median, table, write_figures
 from services.decoding.images import decode_image
 from services.decoding.specs import ImageSpec
 from services.encoder.families import schemes_of
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
         if rows:
             print(f"\n{section}\n{table(rows)}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"host": facts, "results": results}, indent=1) + "\n")
+        write_figures(options.json, facts, results=results)
     return 0
 
 

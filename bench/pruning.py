@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from bench.measure import host_facts
+from bench.measure import host_facts, write_figures
 from services.llm.config import LlmConfig
 from services.llm.engine import Engine, Request
 from services.llm.events import Finished, Token
@@ -258,8 +257,7 @@ def main(argv: list[str] | None = None) -> int:
             tokens = args.side**2
             print(f"random qwen2_vl, 8 layers, {len(asked)} pictures of {tokens} tokens\n\n{table(workloads['long'])}\n")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"host": host_facts("bench.pruning"), "workloads": workloads}, indent=1) + "\n")
+        write_figures(args.json, host_facts("bench.pruning"), workloads=workloads)
     return 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import uuid
 from pathlib import Path
@@ -18,7 +17,7 @@ import grpc
 import torch
 import uvloop
 
-from bench.measure import cost_of, host_facts, interleave, median, table
+from bench.measure import cost_of, host_facts, interleave, median, table, write_figures
 from services.common.channel import MESSAGE_OPTIONS
 from services.encoder.config import EncoderConfig
 from services.encoder.servicer import EncoderServicer
@@ -134,8 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure(args.items, args.megabytes, args.rounds)
     print(table(rows))
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"host": host_facts("bench.transport"), "transport": rows}, indent=1) + "\n")
+        write_figures(args.json, host_facts("bench.transport"), transport=rows)
     return 0
 
 
