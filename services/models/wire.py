@@ -58,13 +58,6 @@ def put_chunk(chunk: tensor_pb2.TensorChunk, rows: torch.Tensor, row_offset: int
     chunk.row_offset, chunk.total_rows = row_offset, total_rows
 
 
-def to_chunk(rows: torch.Tensor, row_offset: int, total_rows: int) -> tensor_pb2.TensorChunk:
-    """As :func:`put_chunk`, in a message of its own."""
-    chunk = tensor_pb2.TensorChunk()
-    put_chunk(chunk, rows, row_offset, total_rows)
-    return chunk
-
-
 def from_chunk(chunk: tensor_pb2.TensorChunk, data: memoryview | None = None) -> torch.Tensor:
     """The rows of a chunk, in memory that must not be written to: of their own, or ``data`` where that is given.
 

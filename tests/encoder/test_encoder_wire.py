@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.models.wire import from_chunk, to_chunk
+from services.models.wire import from_chunk
+from tests.chunks import to_chunk
 from triptych.common.v1 import tensor_pb2
 
 

@@ -19,7 +19,8 @@ from services.llm.config import LlmConfig
 from services.llm.service import LlmService
 from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Modality
-from services.models.wire import to_chunk, wire_dtype
+from services.models.wire import wire_dtype
+from tests.chunks import to_chunk
 from triptych.common.v1 import error_pb2, media_pb2, sampling_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
