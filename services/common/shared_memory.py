@@ -6,6 +6,7 @@ opening fails, and the two talk without it. No torch: bytes only.
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def descriptors() -> int:
     return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
+@functools.cache
 def this_place() -> str:
     """Equal for processes that may find each other's memory; empty where the kernel does not tell."""
     try:
