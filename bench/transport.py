@@ -20,12 +20,12 @@ import uvloop
 from bench.measure import cost_of, host_facts, interleave, median, table, write_figures
 from services.common.channel import MESSAGE_OPTIONS
 from services.encoder.config import EncoderConfig
+from services.encoder.sent import add_to_server
 from services.encoder.servicer import EncoderServicer
 from services.encoder.store import Done, Header, Store
 from services.llm.embeddings import RemoteItem, RowFetcher
 from services.models.checkpoint import open_checkpoint
 from services.models.media import Grid
-from triptych.encoder.v1 import encoder_pb2_grpc
 
 HIDDEN = 2048
 EXAMPLES = """examples:
@@ -57,7 +57,7 @@ class Transport:
     async def start(self) -> None:
         """Fill the store and serve it."""
         self._server = grpc.aio.server(options=MESSAGE_OPTIONS)
-        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(self._servicer, self._server)
+        add_to_server(self._servicer, self._server)
         self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
         for _ in range(self._items):

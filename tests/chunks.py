@@ -10,5 +10,5 @@ from triptych.common.v1 import tensor_pb2
 
 def to_chunk(rows: torch.Tensor, row_offset: int, total_rows: int) -> tensor_pb2.TensorChunk:
     chunk = tensor_pb2.TensorChunk()
-    put_chunk(chunk, rows, row_offset, total_rows)
+    chunk.data = put_chunk(chunk, rows, row_offset, total_rows).tobytes()
     return chunk

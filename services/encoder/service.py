@@ -24,13 +24,14 @@ from services.encoder.gpu_jpeg import GpuJpeg
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.preprocess import Decoded as Medium
 from services.encoder.preprocess import Prepared, Preprocessor
+from services.encoder.sent import add_to_server
 from services.encoder.servicer import EncoderServicer
 from services.encoder.store import Store
 from services.encoder.towers import Towers
 from services.models.audio_lengths import RATE
 from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Clip, ItemPlan, Modality, Picture, Recording
-from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
+from triptych.encoder.v1 import encoder_pb2
 
 logger = logging.getLogger(__name__)
 WARM_UP_SIDE = 64  # pixels
@@ -58,7 +59,7 @@ class EncoderService:
         self._pool = DecodePool(config.decode_workers, limits, config.max_pending_items)
 
     def register(self, server: grpc.aio.Server) -> None:
-        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(self.servicer, server)
+        add_to_server(self.servicer, server)
 
     async def start(self, readiness: Readiness, address: str) -> None:
         if self._config.threads:

@@ -18,6 +18,7 @@ from services.common.shared_memory import this_place
 from services.encoder.config import EncoderConfig
 from services.encoder.pipeline import Pipeline, Planned
 from services.encoder.reader import Chunk, Event, Ready, Shared, read
+from services.encoder.sent import Sent
 from services.encoder.store import Done, Header, Store
 from services.models.checkpoint import Checkpoint
 from services.models.media import Grid, ItemPlan, Modality
@@ -60,7 +61,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             self._check_room(len(data))
         return encoder_pb2.EncodeResponse(ref_id=self.pipeline.submit(key, planned, data))
 
-    async def Fetch(self, request: encoder_pb2.FetchRequest, context: Context) -> AsyncIterator[encoder_pb2.FetchResponse]:
+    async def Fetch(  # type: ignore[override]  # sent.to_bytes takes both
+        self, request: encoder_pb2.FetchRequest, context: Context
+    ) -> AsyncIterator[encoder_pb2.FetchResponse | Sent]:
         _name_request(request.request_id)
         if not request.items:
             raise invalid("items", "there must be at least one item to fetch")
@@ -143,7 +146,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             held = self._store.held_bytes
             raise _full(f"the encoder holds {held} of at most {limit} bytes", limit=limit, requested=held + size)
 
-    def _response(self, index: int, event: Event) -> encoder_pb2.FetchResponse:
+    def _response(self, index: int, event: Event) -> encoder_pb2.FetchResponse | Sent:
         response = encoder_pb2.FetchResponse(item=index)
         match event:
             case Header():
@@ -156,7 +159,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                 )
             case Chunk():
                 response.chunk.feature = event.feature
-                put_chunk(response.chunk.rows, event.rows, event.start, event.total)
+                return Sent(response, put_chunk(response.chunk.rows, event.rows, event.start, event.total))
             case Ready():
                 response.ready.rows = event.rows
             case Done():
@@ -191,7 +194,7 @@ def _plan(request: encoder_pb2.EncodeRequest) -> ItemPlan:
         Modality(request.modality),
         request.expected_rows,
         Grid(grid.t, grid.h, grid.w),
-        request.patches or request.expected_rows,
+        max(request.patches, request.whole_rows, request.expected_rows),  # no row is made of less than a patch
         tiles=request.tiles,
         frames=tuple(request.frames),
         times=tuple(request.times),

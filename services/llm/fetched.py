@@ -59,10 +59,9 @@ def _cut(message: bytes, at: int, end: int, depth: int) -> tuple[bytes, int, int
             if tag == _PATH[depth]:
                 if depth == len(_PATH) - 1:
                     return message[begin:field] + message[stop:end], at, stop
-                if (inner := _cut(message, at, stop, depth + 1)) is None:
-                    return None
-                rest, first, last = inner
-                return message[begin:field] + _varint(tag) + _varint(len(rest)) + rest + message[stop:end], first, last
+                if (inner := _cut(message, at, stop, depth + 1)) is not None:
+                    rest, first, last = inner
+                    return message[begin:field] + _varint(tag) + _varint(len(rest)) + rest + message[stop:end], first, last
             at = stop
         elif tag & 7 == 0:
             _, at = _number(message, at)

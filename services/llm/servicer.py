@@ -201,7 +201,7 @@ def _pull(events: Sequence[Event]) -> list[llm_pb2.GenerateResponse]:
             if event.choice.logprob is not None:
                 delta.logprobs.append(_logprobs(event.choice))
             if event.logits is not None:
-                put_chunk(delta.first_logits, event.logits, 0, 1)
+                delta.first_logits.data = put_chunk(delta.first_logits, event.logits, 0, 1).tobytes()
     if scores is not None and deltas:
         first = next(iter(deltas.values()))
         first.prompt_logprobs.CopyFrom(llm_pb2.PromptLogprobs(tokens=[_logprobs(choice) for choice in scores.choices]))

@@ -37,25 +37,25 @@ def torch_dtype(dtype: tensor_pb2.DataType.ValueType) -> torch.dtype:
     return _FROM_WIRE[dtype]
 
 
-def put_chunk(chunk: tensor_pb2.TensorChunk, rows: torch.Tensor, row_offset: int, total_rows: int) -> None:
-    """Write consecutive rows of a matrix of ``total_rows`` rows into an empty message, where it stands in a larger one.
+def put_chunk(chunk: tensor_pb2.TensorChunk, rows: torch.Tensor, row_offset: int, total_rows: int) -> memoryview:
+    """Write what is said of consecutive rows of a matrix of ``total_rows`` rows into an empty message, all but ``data``.
 
     Args:
         chunk: the message.
         rows: on the CPU.  # [num_rows, hidden]
         row_offset: index of the first of them within the matrix.
         total_rows: rows of the matrix.
+
+    Returns:
+        The bytes of the rows, which belong into ``data``.
     """
     assert rows.dim() == 2 and row_offset + rows.shape[0] <= total_rows, f"{tuple(rows.shape)} at {row_offset} of {total_rows}"
-    if rows.numel():
-        data = rows.contiguous().view(torch.uint8).numpy().data.cast("B")
-        chunk.xxh3 = xxhash.xxh3_64_intdigest(data)  # brings it into the cache, from where it is copied
-        chunk.data = data.tobytes()
-    else:
-        chunk.xxh3 = xxhash.xxh3_64_intdigest(b"")
+    data = rows.contiguous().view(torch.uint8).numpy().data.cast("B") if rows.numel() else memoryview(b"")
+    chunk.xxh3 = xxhash.xxh3_64_intdigest(data)  # brings it into the cache, from where it is copied
     chunk.shape.extend(rows.shape)
     chunk.dtype = wire_dtype(rows.dtype)
     chunk.row_offset, chunk.total_rows = row_offset, total_rows
+    return data
 
 
 def from_chunk(chunk: tensor_pb2.TensorChunk, data: memoryview | None = None) -> torch.Tensor:

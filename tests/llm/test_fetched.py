@@ -8,6 +8,7 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError
 
+from services.encoder.sent import Sent, to_bytes
 from services.llm.fetched import Fetched, read_response
 from services.models.wire import from_chunk, put_chunk
 from triptych.encoder.v1 import encoder_pb2
@@ -16,7 +17,7 @@ from triptych.encoder.v1 import encoder_pb2
 def chunk(item: int, feature: int, rows: torch.Tensor) -> encoder_pb2.FetchResponse:
     response = encoder_pb2.FetchResponse(item=item)
     response.chunk.feature = feature
-    put_chunk(response.chunk.rows, rows, 3, 3 + len(rows))
+    response.chunk.rows.data = put_chunk(response.chunk.rows, rows, 3, 3 + len(rows)).tobytes()
     return response
 
 
@@ -79,3 +80,16 @@ def test_damage_is_seen() -> None:
         if whole(fetched) != expected:
             with pytest.raises(ValueError):
                 from_chunk(fetched.response.chunk.rows, fetched.data)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 64, 300, 5000])
+def test_what_an_encoder_sends_is_the_message_that_protobuf_would_send(rows: int) -> None:
+    sent = torch.randn(rows, 256)
+    response = encoder_pb2.FetchResponse(item=7)
+    response.chunk.feature = 2
+    message = to_bytes(Sent(response, put_chunk(response.chunk.rows, sent, 3, 3 + len(sent))))
+    assert encoder_pb2.FetchResponse.FromString(message) == chunk(7, 2, sent)
+    fetched = read_response(message)
+    assert (fetched.data is not None) == (len(message) >= 64 * 1024)
+    assert fetched.data is None or fetched.data.obj is message
+    assert from_chunk(fetched.response.chunk.rows, fetched.data).equal(sent)

@@ -18,12 +18,12 @@ from services.common.interceptor import ServiceInterceptor
 from services.common.shared_memory import Address, Block, NotShared, open_block, this_place
 from services.encoder.config import EncoderConfig
 from services.encoder.rows import SHARED_FROM
+from services.encoder.sent import add_to_server
 from services.encoder.servicer import EncoderServicer
 from services.encoder.store import Done, Header, Ref, Store
 from services.llm.embeddings import RemoteItem, RowFetcher
 from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Grid
-from triptych.encoder.v1 import encoder_pb2_grpc
 
 HIDDEN, ROWS = 128, 8 * SHARED_FROM // (128 * 4)
 FEATURES = ((HIDDEN, torch.float32), (HIDDEN, torch.float32))
@@ -37,7 +37,7 @@ async def encoder(checkpoint: Checkpoint, **options: Any) -> AsyncIterator[tuple
     store = Store(30, shared_items=100)
     config = EncoderConfig(model=str(checkpoint.path), **options)
     server = grpc.aio.server(interceptors=[ServiceInterceptor()])
-    encoder_pb2_grpc.add_EncoderServiceServicer_to_server(EncoderServicer(checkpoint, config, store), server)
+    add_to_server(EncoderServicer(checkpoint, config, store), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield store, f"127.0.0.1:{port}"
