@@ -11,6 +11,7 @@ import grpc
 
 from services.common import logs
 from services.common.channel import time_left
+from services.common.errors import ServiceError
 from services.gateway.admission import Ledger
 from services.gateway.chat import Admitted, Chat, Delta, Done, Event
 from services.gateway.model import ServedModel
@@ -60,6 +61,12 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
             modalities=[modality_to_proto(modality) for modality in self._model.modalities],
         )
         return gateway_pb2.ListModelsResponse(models=[model])
+
+    async def ChatPages(
+        self, request_iterator: AsyncIterator[gateway_pb2.ChatPagesRequest], context: Context
+    ) -> AsyncIterator[gateway_pb2.ChatPagesResponse]:
+        raise ServiceError(grpc.StatusCode.UNIMPLEMENTED, "this gateway does not answer pages yet")
+        yield
 
     async def GetLoad(self, request: gateway_pb2.GetLoadRequest, context: Context) -> gateway_pb2.GetLoadResponse:
         return gateway_pb2.GetLoadResponse(

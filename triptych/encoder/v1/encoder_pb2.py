@@ -27,7 +27,7 @@ from triptych.common.v1 import media_pb2 as triptych_dot_common_dot_v1_dot_media
 from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/encoder/v1/encoder.proto\x12\x13triptych.encoder.v1\x1a\x1etriptych/common/v1/error.proto\x1a\x1etriptych/common/v1/media.proto\x1a\x1ftriptych/common/v1/tensor.proto\"\xc0\x02\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x08modality\x18\x02 \x01(\x0e\x32\x1c.triptych.common.v1.Modality\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rexpected_rows\x18\x04 \x01(\r\x12/\n\rexpected_grid\x18\x05 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12\r\n\x05\x66ield\x18\x06 \x01(\t\x12\x0f\n\x07patches\x18\x07 \x01(\r\x12\r\n\x05tiles\x18\x08 \x01(\r\x12\x0e\n\x06\x66rames\x18\t \x03(\r\x12\r\n\x05times\x18\n \x03(\x01\x12\x0f\n\x07samples\x18\x0b \x01(\x04\x12\x0e\n\x06masked\x18\x0c \x01(\x08\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x12\n\nwhole_rows\x18\x0e \x01(\r\" \n\x0e\x45ncodeResponse\x12\x0e\n\x06ref_id\x18\x01 \x01(\t\"\x92\x01\n\x0c\x46\x65tchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x05items\x18\x02 \x03(\x0b\x32\x1e.triptych.encoder.v1.FetchItem\x12\x1c\n\x0fmax_chunk_bytes\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05place\x18\x04 \x01(\tB\x12\n\x10_max_chunk_bytes\".\n\tFetchItem\x12\x0e\n\x06ref_id\x18\x01 \x01(\t\x12\x11\n\tstart_row\x18\x02 \x01(\r\"\x9c\x02\n\rFetchResponse\x12\x0c\n\x04item\x18\x01 \x01(\r\x12\x31\n\x06header\x18\x02 \x01(\x0b\x32\x1f.triptych.encoder.v1.ItemHeaderH\x00\x12/\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1e.triptych.encoder.v1.ItemChunkH\x00\x12-\n\x04\x64one\x18\x04 \x01(\x0b\x32\x1d.triptych.encoder.v1.ItemDoneH\x00\x12\x30\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x12/\n\x05ready\x18\x06 \x01(\x0b\x32\x1e.triptych.encoder.v1.RowsReadyH\x00\x42\x07\n\x05\x65vent\"\xda\x01\n\nItemHeader\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12&\n\x04grid\x18\x02 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12.\n\x08\x66\x65\x61tures\x18\x03 \x03(\x0b\x32\x1c.triptych.encoder.v1.Feature\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x38\n\rshared_memory\x18\x05 \x01(\x0b\x32!.triptych.encoder.v1.SharedMemory\x12\x11\n\tkept_rows\x18\x06 \x03(\r\"M\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x12\n\ndescriptor\x18\x02 \x01(\x05\x12\r\n\x05inode\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x19\n\tRowsReady\x12\x0c\n\x04rows\x18\x01 \x01(\r\"K\n\x07\x46\x65\x61ture\x12\x13\n\x0bhidden_size\x18\x01 \x01(\r\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1c.triptych.common.v1.DataType\"K\n\tItemChunk\x12\x0f\n\x07\x66\x65\x61ture\x18\x01 \x01(\r\x12-\n\x04rows\x18\x02 \x01(\x0b\x32\x1f.triptych.common.v1.TensorChunk\">\n\x08ItemDone\x12\x1a\n\x12preprocess_seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x65ncode_seconds\x18\x02 \x01(\x01\"!\n\x0eReleaseRequest\x12\x0f\n\x07ref_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\"\x10\n\x0eGetLoadRequest\"\x93\x02\n\x0fGetLoadResponse\x12\x15\n\rpending_items\x18\x01 \x01(\r\x12\x0c\n\x04refs\x18\x02 \x01(\r\x12\x12\n\nheld_bytes\x18\x03 \x01(\x04\x12\r\n\x05tasks\x18\x04 \x01(\r\x12\x15\n\rencoded_items\x18\x05 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x17\n\x0fparameter_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_items\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\t \x01(\x04\x12\x12\n\ncache_hits\x18\n \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_misses\x18\x0b \x01(\x04\x12\x17\n\x0f\x63\x61\x63he_evictions\x18\x0c \x01(\x04\x32\xe1\x02\n\x0e\x45ncoderService\x12Q\n\x06\x45ncode\x12\".triptych.encoder.v1.EncodeRequest\x1a#.triptych.encoder.v1.EncodeResponse\x12P\n\x05\x46\x65tch\x12!.triptych.encoder.v1.FetchRequest\x1a\".triptych.encoder.v1.FetchResponse0\x01\x12T\n\x07Release\x12#.triptych.encoder.v1.ReleaseRequest\x1a$.triptych.encoder.v1.ReleaseResponse\x12T\n\x07GetLoad\x12#.triptych.encoder.v1.GetLoadRequest\x1a$.triptych.encoder.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/encoder/v1/encoder.proto\x12\x13triptych.encoder.v1\x1a\x1etriptych/common/v1/error.proto\x1a\x1etriptych/common/v1/media.proto\x1a\x1ftriptych/common/v1/tensor.proto\"\xa4\x03\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x08modality\x18\x02 \x01(\x0e\x32\x1c.triptych.common.v1.Modality\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rexpected_rows\x18\x04 \x01(\r\x12/\n\rexpected_grid\x18\x05 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12\r\n\x05\x66ield\x18\x06 \x01(\t\x12\x0f\n\x07patches\x18\x07 \x01(\r\x12\r\n\x05tiles\x18\x08 \x01(\r\x12\x0e\n\x06\x66rames\x18\t \x03(\r\x12\r\n\x05times\x18\n \x03(\x01\x12\x0f\n\x07samples\x18\x0b \x01(\x04\x12\x0e\n\x06masked\x18\x0c \x01(\x08\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x12\n\nwhole_rows\x18\x0e \x01(\r\x12\x17\n\nmin_pixels\x18\x0f \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nmax_pixels\x18\x10 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\nlow_detail\x18\x11 \x01(\x08\x42\r\n\x0b_min_pixelsB\r\n\x0b_max_pixels\" \n\x0e\x45ncodeResponse\x12\x0e\n\x06ref_id\x18\x01 \x01(\t\"\x92\x01\n\x0c\x46\x65tchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x05items\x18\x02 \x03(\x0b\x32\x1e.triptych.encoder.v1.FetchItem\x12\x1c\n\x0fmax_chunk_bytes\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05place\x18\x04 \x01(\tB\x12\n\x10_max_chunk_bytes\".\n\tFetchItem\x12\x0e\n\x06ref_id\x18\x01 \x01(\t\x12\x11\n\tstart_row\x18\x02 \x01(\r\"\x9c\x02\n\rFetchResponse\x12\x0c\n\x04item\x18\x01 \x01(\r\x12\x31\n\x06header\x18\x02 \x01(\x0b\x32\x1f.triptych.encoder.v1.ItemHeaderH\x00\x12/\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1e.triptych.encoder.v1.ItemChunkH\x00\x12-\n\x04\x64one\x18\x04 \x01(\x0b\x32\x1d.triptych.encoder.v1.ItemDoneH\x00\x12\x30\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x12/\n\x05ready\x18\x06 \x01(\x0b\x32\x1e.triptych.encoder.v1.RowsReadyH\x00\x42\x07\n\x05\x65vent\"\xda\x01\n\nItemHeader\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12&\n\x04grid\x18\x02 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12.\n\x08\x66\x65\x61tures\x18\x03 \x03(\x0b\x32\x1c.triptych.encoder.v1.Feature\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x38\n\rshared_memory\x18\x05 \x01(\x0b\x32!.triptych.encoder.v1.SharedMemory\x12\x11\n\tkept_rows\x18\x06 \x03(\r\"M\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x12\n\ndescriptor\x18\x02 \x01(\x05\x12\r\n\x05inode\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x19\n\tRowsReady\x12\x0c\n\x04rows\x18\x01 \x01(\r\"K\n\x07\x46\x65\x61ture\x12\x13\n\x0bhidden_size\x18\x01 \x01(\r\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1c.triptych.common.v1.DataType\"K\n\tItemChunk\x12\x0f\n\x07\x66\x65\x61ture\x18\x01 \x01(\r\x12-\n\x04rows\x18\x02 \x01(\x0b\x32\x1f.triptych.common.v1.TensorChunk\">\n\x08ItemDone\x12\x1a\n\x12preprocess_seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x65ncode_seconds\x18\x02 \x01(\x01\"!\n\x0eReleaseRequest\x12\x0f\n\x07ref_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\"\x10\n\x0eGetLoadRequest\"\x99\x03\n\x0fGetLoadResponse\x12\x15\n\rpending_items\x18\x01 \x01(\r\x12\x0c\n\x04refs\x18\x02 \x01(\r\x12\x12\n\nheld_bytes\x18\x03 \x01(\x04\x12\r\n\x05tasks\x18\x04 \x01(\r\x12\x15\n\rencoded_items\x18\x05 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x17\n\x0fparameter_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_items\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\t \x01(\x04\x12\x12\n\ncache_hits\x18\n \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_misses\x18\x0b \x01(\x04\x12\x17\n\x0f\x63\x61\x63he_evictions\x18\x0c \x01(\x04\x12\x17\n\x0fpending_patches\x18\r \x01(\x04\x12\x19\n\x11max_pending_items\x18\x0e \x01(\r\x12\x16\n\x0emax_held_bytes\x18\x0f \x01(\x04\x12\x1f\n\x17max_num_batched_patches\x18\x10 \x01(\r\x12\x17\n\x0f\x65ncoded_patches\x18\x11 \x01(\x04\x32\xe1\x02\n\x0e\x45ncoderService\x12Q\n\x06\x45ncode\x12\".triptych.encoder.v1.EncodeRequest\x1a#.triptych.encoder.v1.EncodeResponse\x12P\n\x05\x46\x65tch\x12!.triptych.encoder.v1.FetchRequest\x1a\".triptych.encoder.v1.FetchResponse0\x01\x12T\n\x07Release\x12#.triptych.encoder.v1.ReleaseRequest\x1a$.triptych.encoder.v1.ReleaseResponse\x12T\n\x07GetLoad\x12#.triptych.encoder.v1.GetLoadRequest\x1a$.triptych.encoder.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.encoder.v1.encoder
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENCODEREQUEST']._serialized_start=156
-  _globals['_ENCODEREQUEST']._serialized_end=476
-  _globals['_ENCODERESPONSE']._serialized_start=478
-  _globals['_ENCODERESPONSE']._serialized_end=510
-  _globals['_FETCHREQUEST']._serialized_start=513
-  _globals['_FETCHREQUEST']._serialized_end=659
-  _globals['_FETCHITEM']._serialized_start=661
-  _globals['_FETCHITEM']._serialized_end=707
-  _globals['_FETCHRESPONSE']._serialized_start=710
-  _globals['_FETCHRESPONSE']._serialized_end=994
-  _globals['_ITEMHEADER']._serialized_start=997
-  _globals['_ITEMHEADER']._serialized_end=1215
-  _globals['_SHAREDMEMORY']._serialized_start=1217
-  _globals['_SHAREDMEMORY']._serialized_end=1294
-  _globals['_ROWSREADY']._serialized_start=1296
-  _globals['_ROWSREADY']._serialized_end=1321
-  _globals['_FEATURE']._serialized_start=1323
-  _globals['_FEATURE']._serialized_end=1398
-  _globals['_ITEMCHUNK']._serialized_start=1400
-  _globals['_ITEMCHUNK']._serialized_end=1475
-  _globals['_ITEMDONE']._serialized_start=1477
-  _globals['_ITEMDONE']._serialized_end=1539
-  _globals['_RELEASEREQUEST']._serialized_start=1541
-  _globals['_RELEASEREQUEST']._serialized_end=1574
-  _globals['_RELEASERESPONSE']._serialized_start=1576
-  _globals['_RELEASERESPONSE']._serialized_end=1593
-  _globals['_GETLOADREQUEST']._serialized_start=1595
-  _globals['_GETLOADREQUEST']._serialized_end=1611
-  _globals['_GETLOADRESPONSE']._serialized_start=1614
-  _globals['_GETLOADRESPONSE']._serialized_end=1889
-  _globals['_ENCODERSERVICE']._serialized_start=1892
-  _globals['_ENCODERSERVICE']._serialized_end=2245
+  _globals['_ENCODEREQUEST']._serialized_end=576
+  _globals['_ENCODERESPONSE']._serialized_start=578
+  _globals['_ENCODERESPONSE']._serialized_end=610
+  _globals['_FETCHREQUEST']._serialized_start=613
+  _globals['_FETCHREQUEST']._serialized_end=759
+  _globals['_FETCHITEM']._serialized_start=761
+  _globals['_FETCHITEM']._serialized_end=807
+  _globals['_FETCHRESPONSE']._serialized_start=810
+  _globals['_FETCHRESPONSE']._serialized_end=1094
+  _globals['_ITEMHEADER']._serialized_start=1097
+  _globals['_ITEMHEADER']._serialized_end=1315
+  _globals['_SHAREDMEMORY']._serialized_start=1317
+  _globals['_SHAREDMEMORY']._serialized_end=1394
+  _globals['_ROWSREADY']._serialized_start=1396
+  _globals['_ROWSREADY']._serialized_end=1421
+  _globals['_FEATURE']._serialized_start=1423
+  _globals['_FEATURE']._serialized_end=1498
+  _globals['_ITEMCHUNK']._serialized_start=1500
+  _globals['_ITEMCHUNK']._serialized_end=1575
+  _globals['_ITEMDONE']._serialized_start=1577
+  _globals['_ITEMDONE']._serialized_end=1639
+  _globals['_RELEASEREQUEST']._serialized_start=1641
+  _globals['_RELEASEREQUEST']._serialized_end=1674
+  _globals['_RELEASERESPONSE']._serialized_start=1676
+  _globals['_RELEASERESPONSE']._serialized_end=1693
+  _globals['_GETLOADREQUEST']._serialized_start=1695
+  _globals['_GETLOADREQUEST']._serialized_end=1711
+  _globals['_GETLOADRESPONSE']._serialized_start=1714
+  _globals['_GETLOADRESPONSE']._serialized_end=2123
+  _globals['_ENCODERSERVICE']._serialized_start=2126
+  _globals['_ENCODERSERVICE']._serialized_end=2479
 # @@protoc_insertion_point(module_scope)

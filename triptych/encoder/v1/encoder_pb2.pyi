@@ -41,6 +41,9 @@ class EncodeRequest(_message.Message):
     MASKED_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     WHOLE_ROWS_FIELD_NUMBER: _builtins.int
+    MIN_PIXELS_FIELD_NUMBER: _builtins.int
+    MAX_PIXELS_FIELD_NUMBER: _builtins.int
+    LOW_DETAIL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, for logs."""
     modality: _media_pb2.Modality.ValueType
@@ -67,6 +70,12 @@ class EncodeRequest(_message.Message):
     """Video: rows before pruning. Where it is more than expected_rows, those of patches that change least from frame to frame are
     dropped until expected_rows are left (EVS).
     """
+    min_pixels: _builtins.int
+    """Image, video: as in the client's Media, where it says so; the grid was planned with them."""
+    max_pixels: _builtins.int
+    """The same."""
+    low_detail: _builtins.bool
+    """Image: at low detail."""
     @_builtins.property
     def expected_grid(self) -> _media_pb2.Grid:
         """Grid that the gateway planned."""
@@ -96,12 +105,22 @@ class EncodeRequest(_message.Message):
         masked: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         whole_rows: _builtins.int = ...,
+        min_pixels: _builtins.int | None = ...,
+        max_pixels: _builtins.int | None = ...,
+        low_detail: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expected_grid", b"expected_grid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "expected_grid", b"expected_grid", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "frames", b"frames", "masked", b"masked", "modality", b"modality", "patches", b"patches", "request_id", b"request_id", "samples", b"samples", "tiles", b"tiles", "times", b"times", "whole_rows", b"whole_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "cache_salt", b"cache_salt", "data", b"data", "expected_grid", b"expected_grid", "expected_rows", b"expected_rows", "field", b"field", "frames", b"frames", "low_detail", b"low_detail", "masked", b"masked", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels", "modality", b"modality", "patches", b"patches", "request_id", b"request_id", "samples", b"samples", "tiles", b"tiles", "times", b"times", "whole_rows", b"whole_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_pixels: _TypeAlias = _typing.Literal["max_pixels"]  # noqa: Y015
+    _WhichOneofArgType__max_pixels: _TypeAlias = _typing.Literal["_max_pixels", b"_max_pixels"]  # noqa: Y015
+    _WhichOneofReturnType__min_pixels: _TypeAlias = _typing.Literal["min_pixels"]  # noqa: Y015
+    _WhichOneofArgType__min_pixels: _TypeAlias = _typing.Literal["_min_pixels", b"_min_pixels"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_pixels) -> _WhichOneofReturnType__max_pixels | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_pixels) -> _WhichOneofReturnType__min_pixels | None: ...
 
 Global___EncodeRequest: _TypeAlias = EncodeRequest  # noqa: Y015
 
@@ -509,6 +528,11 @@ class GetLoadResponse(_message.Message):
     CACHE_HITS_FIELD_NUMBER: _builtins.int
     CACHE_MISSES_FIELD_NUMBER: _builtins.int
     CACHE_EVICTIONS_FIELD_NUMBER: _builtins.int
+    PENDING_PATCHES_FIELD_NUMBER: _builtins.int
+    MAX_PENDING_ITEMS_FIELD_NUMBER: _builtins.int
+    MAX_HELD_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_PATCHES_FIELD_NUMBER: _builtins.int
+    ENCODED_PATCHES_FIELD_NUMBER: _builtins.int
     pending_items: _builtins.int
     """Items accepted and not yet encoded."""
     refs: _builtins.int
@@ -533,6 +557,16 @@ class GetLoadResponse(_message.Message):
     """Items asked for that were not."""
     cache_evictions: _builtins.int
     """Items dropped since the start to make room."""
+    pending_patches: _builtins.int
+    """Patches of items accepted that have not been through the towers."""
+    max_pending_items: _builtins.int
+    """Most items that may be pending."""
+    max_held_bytes: _builtins.int
+    """Most bytes that may be held."""
+    max_num_batched_patches: _builtins.int
+    """Patches that go through the towers in a batch."""
+    encoded_patches: _builtins.int
+    """Patches that have been through the towers since the start."""
     def __init__(
         self,
         *,
@@ -548,10 +582,15 @@ class GetLoadResponse(_message.Message):
         cache_hits: _builtins.int = ...,
         cache_misses: _builtins.int = ...,
         cache_evictions: _builtins.int = ...,
+        pending_patches: _builtins.int = ...,
+        max_pending_items: _builtins.int = ...,
+        max_held_bytes: _builtins.int = ...,
+        max_num_batched_patches: _builtins.int = ...,
+        encoded_patches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_evictions", b"cache_evictions", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "cached_bytes", b"cached_bytes", "cached_items", b"cached_items", "encoded_items", b"encoded_items", "held_bytes", b"held_bytes", "model_fingerprint", b"model_fingerprint", "parameter_bytes", b"parameter_bytes", "pending_items", b"pending_items", "refs", b"refs", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_evictions", b"cache_evictions", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "cached_bytes", b"cached_bytes", "cached_items", b"cached_items", "encoded_items", b"encoded_items", "encoded_patches", b"encoded_patches", "held_bytes", b"held_bytes", "max_held_bytes", b"max_held_bytes", "max_num_batched_patches", b"max_num_batched_patches", "max_pending_items", b"max_pending_items", "model_fingerprint", b"model_fingerprint", "parameter_bytes", b"parameter_bytes", "pending_items", b"pending_items", "pending_patches", b"pending_patches", "refs", b"refs", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

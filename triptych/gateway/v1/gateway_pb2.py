@@ -22,55 +22,68 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from triptych.common.v1 import error_pb2 as triptych_dot_common_dot_v1_dot_error__pb2
 from triptych.common.v1 import media_pb2 as triptych_dot_common_dot_v1_dot_media__pb2
 from triptych.common.v1 import sampling_pb2 as triptych_dot_common_dot_v1_dot_sampling__pb2
 from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tensor__pb2
 from triptych.common.v1 import usage_pb2 as triptych_dot_common_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/gateway/v1/gateway.proto\x12\x13triptych.gateway.v1\x1a\x1etriptych/common/v1/media.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1etriptych/common/v1/usage.proto\"0\n\x05Media\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x42\x08\n\x06source\"\xa8\x01\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x05image\x18\x02 \x01(\x0b\x32\x1a.triptych.gateway.v1.MediaH\x00\x12+\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x1a.triptych.gateway.v1.MediaH\x00\x12+\n\x05video\x18\x04 \x01(\x0b\x32\x1a.triptych.gateway.v1.MediaH\x00\x42\t\n\x07\x63ontent\"\\\n\x07Message\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.triptych.gateway.v1.Role\x12(\n\x05parts\x18\x02 \x03(\x0b\x32\x19.triptych.gateway.v1.Part\"\x96\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.triptych.gateway.v1.Message\x12\x34\n\x08sampling\x18\x03 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\xa2\x01\n\x0c\x43hatResponse\x12\x31\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x1d.triptych.gateway.v1.AdmittedH\x00\x12+\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1a.triptych.gateway.v1.DeltaH\x00\x12)\n\x04\x64one\x18\x03 \x01(\x0b\x32\x19.triptych.gateway.v1.DoneH\x00\x42\x07\n\x05\x65vent\"\x99\x01\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x37\n\rprompt_tokens\x18\x03 \x01(\x0b\x32 .triptych.common.v1.PromptTokens\x12\x31\n\x05media\x18\x04 \x03(\x0b\x32\".triptych.gateway.v1.MediaEstimate\"_\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x35\n\x0c\x66irst_logits\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.TensorChunk\"\x9e\x01\n\x04\x44one\x12\x37\n\rfinish_reason\x18\x01 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x33\n\x0bstage_times\x18\x03 \x01(\x0b\x32\x1e.triptych.common.v1.StageTimes\"\xc4\x01\n\rMediaEstimate\x12.\n\x08modality\x18\x01 \x01(\x0e\x32\x1c.triptych.common.v1.Modality\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x12\n\x05width\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06height\x18\x04 \x01(\rH\x01\x88\x01\x01\x12&\n\x04grid\x18\x05 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12\r\n\x05\x66ield\x18\x06 \x01(\tB\x08\n\x06_widthB\t\n\x07_height\"^\n\x04\x43ost\x12\x17\n\x0f\x65ncoder_patches\x18\x01 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x11\n\tkv_blocks\x18\x03 \x01(\x04\x12\x12\n\nhost_bytes\x18\x04 \x01(\x04\"\x8c\x01\n\x15\x45stimateTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.triptych.gateway.v1.Message\x12\x34\n\x08sampling\x18\x03 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\"\xe3\x01\n\x16\x45stimateTokensResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12?\n\x15prompt_tokens_details\x18\x02 \x01(\x0b\x32 .triptych.common.v1.PromptTokens\x12\x31\n\x05media\x18\x03 \x03(\x0b\x32\".triptych.gateway.v1.MediaEstimate\x12\'\n\x04\x63ost\x18\x04 \x01(\x0b\x32\x19.triptych.gateway.v1.Cost\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"\x13\n\x11ListModelsRequest\"@\n\x12ListModelsResponse\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.triptych.gateway.v1.Model\"n\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x30\n\nmodalities\x18\x04 \x03(\x0e\x32\x1c.triptych.common.v1.Modality\"\x10\n\x0eGetLoadRequest\"\xa3\x01\n\x0fGetLoadResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x1a\n\x12reserved_kv_blocks\x18\x03 \x01(\x04\x12\x17\n\x0ftotal_kv_blocks\x18\x04 \x01(\x04\x12\r\n\x05tasks\x18\x05 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x06 \x01(\x04*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x32\xfc\x02\n\x0b\x43hatService\x12M\n\x04\x43hat\x12 .triptych.gateway.v1.ChatRequest\x1a!.triptych.gateway.v1.ChatResponse0\x01\x12i\n\x0e\x45stimateTokens\x12*.triptych.gateway.v1.EstimateTokensRequest\x1a+.triptych.gateway.v1.EstimateTokensResponse\x12]\n\nListModels\x12&.triptych.gateway.v1.ListModelsRequest\x1a\'.triptych.gateway.v1.ListModelsResponse\x12T\n\x07GetLoad\x12#.triptych.gateway.v1.GetLoadRequest\x1a$.triptych.gateway.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!triptych/gateway/v1/gateway.proto\x12\x13triptych.gateway.v1\x1a\x1etriptych/common/v1/error.proto\x1a\x1etriptych/common/v1/media.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1etriptych/common/v1/usage.proto\"\xad\x01\n\x05Media\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x12+\n\x06\x64\x65tail\x18\x03 \x01(\x0e\x32\x1b.triptych.gateway.v1.Detail\x12\x17\n\nmin_pixels\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\nmax_pixels\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x08\n\x06sourceB\r\n\x0b_min_pixelsB\r\n\x0b_max_pixels\"\xa8\x01\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\x05image\x18\x02 \x01(\x0b\x32\x1a.triptych.gateway.v1.MediaH\x00\x12+\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x1a.triptych.gateway.v1.MediaH\x00\x12+\n\x05video\x18\x04 \x01(\x0b\x32\x1a.triptych.gateway.v1.MediaH\x00\x42\t\n\x07\x63ontent\"\\\n\x07Message\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.triptych.gateway.v1.Role\x12(\n\x05parts\x18\x02 \x03(\x0b\x32\x19.triptych.gateway.v1.Part\"\x96\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.triptych.gateway.v1.Message\x12\x34\n\x08sampling\x18\x03 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\xa2\x01\n\x0c\x43hatResponse\x12\x31\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x1d.triptych.gateway.v1.AdmittedH\x00\x12+\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1a.triptych.gateway.v1.DeltaH\x00\x12)\n\x04\x64one\x18\x03 \x01(\x0b\x32\x19.triptych.gateway.v1.DoneH\x00\x42\x07\n\x05\x65vent\"\x99\x01\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x37\n\rprompt_tokens\x18\x03 \x01(\x0b\x32 .triptych.common.v1.PromptTokens\x12\x31\n\x05media\x18\x04 \x03(\x0b\x32\".triptych.gateway.v1.MediaEstimate\"\xa3\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x35\n\x0c\x66irst_logits\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.TensorChunk\x12\r\n\x05index\x18\x04 \x01(\r\x12\x33\n\x08logprobs\x18\x05 \x03(\x0b\x32!.triptych.gateway.v1.TokenLogprob\"\x7f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x0c\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12.\n\x03top\x18\x05 \x03(\x0b\x32!.triptych.gateway.v1.TokenLogprob\"\xbb\x01\n\x04\x44one\x12\x37\n\rfinish_reason\x18\x01 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12(\n\x05usage\x18\x02 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x33\n\x0bstage_times\x18\x03 \x01(\x0b\x32\x1e.triptych.common.v1.StageTimes\x12\r\n\x05index\x18\x04 \x01(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\"\xc4\x01\n\rMediaEstimate\x12.\n\x08modality\x18\x01 \x01(\x0e\x32\x1c.triptych.common.v1.Modality\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x12\n\x05width\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06height\x18\x04 \x01(\rH\x01\x88\x01\x01\x12&\n\x04grid\x18\x05 \x01(\x0b\x32\x18.triptych.common.v1.Grid\x12\r\n\x05\x66ield\x18\x06 \x01(\tB\x08\n\x06_widthB\t\n\x07_height\"^\n\x04\x43ost\x12\x17\n\x0f\x65ncoder_patches\x18\x01 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x11\n\tkv_blocks\x18\x03 \x01(\x04\x12\x12\n\nhost_bytes\x18\x04 \x01(\x04\"\xa0\x01\n\x15\x45stimateTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.triptych.gateway.v1.Message\x12\x34\n\x08sampling\x18\x03 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\x82\x02\n\x16\x45stimateTokensResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12?\n\x15prompt_tokens_details\x18\x02 \x01(\x0b\x32 .triptych.common.v1.PromptTokens\x12\x31\n\x05media\x18\x03 \x03(\x0b\x32\".triptych.gateway.v1.MediaEstimate\x12\'\n\x04\x63ost\x18\x04 \x01(\x0b\x32\x19.triptych.gateway.v1.Cost\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x1d\n\x15\x65xpected_wait_seconds\x18\x06 \x01(\x01\"x\n\x10\x43hatPagesRequest\x12\x30\n\x05start\x18\x01 \x01(\x0b\x32\x1f.triptych.gateway.v1.PagesStartH\x00\x12)\n\x04page\x18\x02 \x01(\x0b\x32\x19.triptych.gateway.v1.PageH\x00\x42\x07\n\x05\x65vent\"\xb9\x01\n\nPagesStart\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.triptych.gateway.v1.Message\x12\x10\n\x08question\x18\x03 \x01(\t\x12\x34\n\x08sampling\x18\x04 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08remember\x18\x06 \x01(\r\"B\n\x04Page\x12(\n\x05parts\x18\x01 \x03(\x0b\x32\x19.triptych.gateway.v1.Part\x12\x10\n\x08question\x18\x02 \x01(\t\"\x8f\x01\n\x11\x43hatPagesResponse\x12\x0c\n\x04page\x18\x01 \x01(\r\x12\x31\n\x04\x63hat\x18\x02 \x01(\x0b\x32!.triptych.gateway.v1.ChatResponseH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"@\n\x12ListModelsResponse\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.triptych.gateway.v1.Model\"n\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x30\n\nmodalities\x18\x04 \x03(\x0e\x32\x1c.triptych.common.v1.Modality\"\x10\n\x0eGetLoadRequest\"\x95\x02\n\x0fGetLoadResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x1a\n\x12reserved_kv_blocks\x18\x03 \x01(\x04\x12\x17\n\x0ftotal_kv_blocks\x18\x04 \x01(\x04\x12\r\n\x05tasks\x18\x05 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x06 \x01(\x04\x12+\n\x08reserved\x18\x07 \x01(\x0b\x32\x19.triptych.gateway.v1.Cost\x12)\n\x06\x62udget\x18\x08 \x01(\x0b\x32\x19.triptych.gateway.v1.Cost\x12\x18\n\x10refused_requests\x18\t \x01(\x04*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03*R\n\x06\x44\x65tail\x12\x16\n\x12\x44\x45TAIL_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44\x45TAIL_AUTO\x10\x01\x12\x0e\n\nDETAIL_LOW\x10\x02\x12\x0f\n\x0b\x44\x45TAIL_HIGH\x10\x03\x32\xdc\x03\n\x0b\x43hatService\x12M\n\x04\x43hat\x12 .triptych.gateway.v1.ChatRequest\x1a!.triptych.gateway.v1.ChatResponse0\x01\x12i\n\x0e\x45stimateTokens\x12*.triptych.gateway.v1.EstimateTokensRequest\x1a+.triptych.gateway.v1.EstimateTokensResponse\x12]\n\nListModels\x12&.triptych.gateway.v1.ListModelsRequest\x1a\'.triptych.gateway.v1.ListModelsResponse\x12^\n\tChatPages\x12%.triptych.gateway.v1.ChatPagesRequest\x1a&.triptych.gateway.v1.ChatPagesResponse(\x01\x30\x01\x12T\n\x07GetLoad\x12#.triptych.gateway.v1.GetLoadRequest\x1a$.triptych.gateway.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.gateway.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2288
-  _globals['_ROLE']._serialized_end=2368
-  _globals['_MEDIA']._serialized_start=190
-  _globals['_MEDIA']._serialized_end=238
-  _globals['_PART']._serialized_start=241
-  _globals['_PART']._serialized_end=409
-  _globals['_MESSAGE']._serialized_start=411
-  _globals['_MESSAGE']._serialized_end=503
-  _globals['_CHATREQUEST']._serialized_start=506
-  _globals['_CHATREQUEST']._serialized_end=656
-  _globals['_CHATRESPONSE']._serialized_start=659
-  _globals['_CHATRESPONSE']._serialized_end=821
-  _globals['_ADMITTED']._serialized_start=824
-  _globals['_ADMITTED']._serialized_end=977
-  _globals['_DELTA']._serialized_start=979
-  _globals['_DELTA']._serialized_end=1074
-  _globals['_DONE']._serialized_start=1077
-  _globals['_DONE']._serialized_end=1235
-  _globals['_MEDIAESTIMATE']._serialized_start=1238
-  _globals['_MEDIAESTIMATE']._serialized_end=1434
-  _globals['_COST']._serialized_start=1436
-  _globals['_COST']._serialized_end=1530
-  _globals['_ESTIMATETOKENSREQUEST']._serialized_start=1533
-  _globals['_ESTIMATETOKENSREQUEST']._serialized_end=1673
-  _globals['_ESTIMATETOKENSRESPONSE']._serialized_start=1676
-  _globals['_ESTIMATETOKENSRESPONSE']._serialized_end=1903
-  _globals['_LISTMODELSREQUEST']._serialized_start=1905
-  _globals['_LISTMODELSREQUEST']._serialized_end=1924
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1926
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1990
-  _globals['_MODEL']._serialized_start=1992
-  _globals['_MODEL']._serialized_end=2102
-  _globals['_GETLOADREQUEST']._serialized_start=2104
-  _globals['_GETLOADREQUEST']._serialized_end=2120
-  _globals['_GETLOADRESPONSE']._serialized_start=2123
-  _globals['_GETLOADRESPONSE']._serialized_end=2286
-  _globals['_CHATSERVICE']._serialized_start=2371
-  _globals['_CHATSERVICE']._serialized_end=2751
+  _globals['_ROLE']._serialized_start=3362
+  _globals['_ROLE']._serialized_end=3442
+  _globals['_DETAIL']._serialized_start=3444
+  _globals['_DETAIL']._serialized_end=3526
+  _globals['_MEDIA']._serialized_start=223
+  _globals['_MEDIA']._serialized_end=396
+  _globals['_PART']._serialized_start=399
+  _globals['_PART']._serialized_end=567
+  _globals['_MESSAGE']._serialized_start=569
+  _globals['_MESSAGE']._serialized_end=661
+  _globals['_CHATREQUEST']._serialized_start=664
+  _globals['_CHATREQUEST']._serialized_end=814
+  _globals['_CHATRESPONSE']._serialized_start=817
+  _globals['_CHATRESPONSE']._serialized_end=979
+  _globals['_ADMITTED']._serialized_start=982
+  _globals['_ADMITTED']._serialized_end=1135
+  _globals['_DELTA']._serialized_start=1138
+  _globals['_DELTA']._serialized_end=1301
+  _globals['_TOKENLOGPROB']._serialized_start=1303
+  _globals['_TOKENLOGPROB']._serialized_end=1430
+  _globals['_DONE']._serialized_start=1433
+  _globals['_DONE']._serialized_end=1620
+  _globals['_MEDIAESTIMATE']._serialized_start=1623
+  _globals['_MEDIAESTIMATE']._serialized_end=1819
+  _globals['_COST']._serialized_start=1821
+  _globals['_COST']._serialized_end=1915
+  _globals['_ESTIMATETOKENSREQUEST']._serialized_start=1918
+  _globals['_ESTIMATETOKENSREQUEST']._serialized_end=2078
+  _globals['_ESTIMATETOKENSRESPONSE']._serialized_start=2081
+  _globals['_ESTIMATETOKENSRESPONSE']._serialized_end=2339
+  _globals['_CHATPAGESREQUEST']._serialized_start=2341
+  _globals['_CHATPAGESREQUEST']._serialized_end=2461
+  _globals['_PAGESSTART']._serialized_start=2464
+  _globals['_PAGESSTART']._serialized_end=2649
+  _globals['_PAGE']._serialized_start=2651
+  _globals['_PAGE']._serialized_end=2717
+  _globals['_CHATPAGESRESPONSE']._serialized_start=2720
+  _globals['_CHATPAGESRESPONSE']._serialized_end=2863
+  _globals['_LISTMODELSREQUEST']._serialized_start=2865
+  _globals['_LISTMODELSREQUEST']._serialized_end=2884
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2886
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2950
+  _globals['_MODEL']._serialized_start=2952
+  _globals['_MODEL']._serialized_end=3062
+  _globals['_GETLOADREQUEST']._serialized_start=3064
+  _globals['_GETLOADREQUEST']._serialized_end=3080
+  _globals['_GETLOADRESPONSE']._serialized_start=3083
+  _globals['_GETLOADRESPONSE']._serialized_end=3360
+  _globals['_CHATSERVICE']._serialized_start=3529
+  _globals['_CHATSERVICE']._serialized_end=4005
 # @@protoc_insertion_point(module_scope)

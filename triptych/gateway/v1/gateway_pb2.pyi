@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from triptych.common.v1 import error_pb2 as _error_pb2
 from triptych.common.v1 import media_pb2 as _media_pb2
 from triptych.common.v1 import sampling_pb2 as _sampling_pb2
 from triptych.common.v1 import tensor_pb2 as _tensor_pb2
@@ -51,6 +52,34 @@ ROLE_ASSISTANT: Role.ValueType  # 3
 """The model's earlier answers."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _Detail:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Detail.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DETAIL_UNSPECIFIED: _Detail.ValueType  # 0
+    """The same as auto."""
+    DETAIL_AUTO: _Detail.ValueType  # 1
+    """As the checkpoint's processor does."""
+    DETAIL_LOW: _Detail.ValueType  # 2
+    """With few tokens: one tile where the family tiles, at most 512 x 512 pixels where it takes any size."""
+    DETAIL_HIGH: _Detail.ValueType  # 3
+    """With as many tokens as the checkpoint's processor allows."""
+
+class Detail(_Detail, metaclass=_DetailEnumTypeWrapper):
+    """How closely a picture is looked at."""
+
+DETAIL_UNSPECIFIED: Detail.ValueType  # 0
+"""The same as auto."""
+DETAIL_AUTO: Detail.ValueType  # 1
+"""As the checkpoint's processor does."""
+DETAIL_LOW: Detail.ValueType  # 2
+"""With few tokens: one tile where the family tiles, at most 512 x 512 pixels where it takes any size."""
+DETAIL_HIGH: Detail.ValueType  # 3
+"""With as many tokens as the checkpoint's processor allows."""
+Global___Detail: _TypeAlias = Detail  # noqa: Y015
+
 @_typing.final
 class Media(_message.Message):
     """Bytes of a media item, or where to get them."""
@@ -59,22 +88,45 @@ class Media(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     URL_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    MIN_PIXELS_FIELD_NUMBER: _builtins.int
+    MAX_PIXELS_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The file's bytes, in any supported container; at most 20 MiB."""
     url: _builtins.str
     """A data: URL. http and https are refused unless the operator allows the host."""
+    detail: Global___Detail.ValueType
+    """Pictures only."""
+    min_pixels: _builtins.int
+    """Pictures and video of families that take any size (the Qwen ones): the processor's own limits are replaced by these, for a
+    picture or a frame. Smaller ones are enlarged up to min_pixels.
+    """
+    max_pixels: _builtins.int
+    """Larger ones are made smaller."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         url: _builtins.str = ...,
+        detail: Global___Detail.ValueType = ...,
+        min_pixels: _builtins.int | None = ...,
+        max_pixels: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "source", b"source", "url", b"url"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "data", b"data", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels", "source", b"source", "url", b"url"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "source", b"source", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "data", b"data", "detail", b"detail", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels", "source", b"source", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_pixels: _TypeAlias = _typing.Literal["max_pixels"]  # noqa: Y015
+    _WhichOneofArgType__max_pixels: _TypeAlias = _typing.Literal["_max_pixels", b"_max_pixels"]  # noqa: Y015
+    _WhichOneofReturnType__min_pixels: _TypeAlias = _typing.Literal["min_pixels"]  # noqa: Y015
+    _WhichOneofArgType__min_pixels: _TypeAlias = _typing.Literal["_min_pixels", b"_min_pixels"]  # noqa: Y015
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["data", "url"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_pixels) -> _WhichOneofReturnType__max_pixels | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_pixels) -> _WhichOneofReturnType__min_pixels | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___Media: _TypeAlias = Media  # noqa: Y015
@@ -208,7 +260,7 @@ class ChatResponse(_message.Message):
 
     @_builtins.property
     def done(self) -> Global___Done:
-        """Last: the answer is complete. A stream that ends without it has failed."""
+        """Last of each answer. A stream that ends without one that says last has failed."""
 
     def __init__(
         self,
@@ -274,8 +326,12 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FIRST_LOGITS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that is complete and safe to show; may be empty."""
+    index: _builtins.int
+    """Which of the SamplingParams.n answers this belongs to, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens generated since the last delta."""
@@ -284,32 +340,84 @@ class Delta(_message.Message):
     def first_logits(self) -> _tensor_pb2.TensorChunk:
         """The first step's logits, [1, vocab] in float32, where SamplingParams.include_first_logits asked for them."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each of token_ids where SamplingParams.logprobs asked for them, else none."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         first_logits: _tensor_pb2.TensorChunk | None = ...,
+        index: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_logits", b"first_logits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_logits", b"first_logits", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_logits", b"first_logits", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
+class TokenLogprob(_message.Message):
+    """A token with its log probability, of the raw logits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token."""
+    token: _builtins.str
+    """Its text by itself; bytes that are no character alone become U+FFFD."""
+    bytes: _builtins.bytes
+    """The bytes of its text."""
+    logprob: _builtins.float
+    """Its natural log probability."""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """The likeliest tokens, as many as were asked for, likeliest first; theirs is empty."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        token: _builtins.str = ...,
+        bytes: _builtins.bytes = ...,
+        logprob: _builtins.float = ...,
+        top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "logprob", b"logprob", "token", b"token", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
+
+@_typing.final
 class Done(_message.Message):
-    """The answer is complete."""
+    """An answer is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     STAGE_TIMES_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     finish_reason: _usage_pb2.FinishReason.ValueType
     """Why it ended."""
+    index: _builtins.int
+    """Which of the SamplingParams.n answers it is, from 0."""
+    last: _builtins.bool
+    """No answer is left, the stream ends here; usage is then that of all answers together. Always true where one was asked for."""
     @_builtins.property
     def usage(self) -> _usage_pb2.Usage:
         """What it cost."""
@@ -324,10 +432,12 @@ class Done(_message.Message):
         finish_reason: _usage_pb2.FinishReason.ValueType = ...,
         usage: _usage_pb2.Usage | None = ...,
         stage_times: _usage_pb2.StageTimes | None = ...,
+        index: _builtins.int = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stage_times", b"stage_times", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "stage_times", b"stage_times", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "last", b"last", "stage_times", b"stage_times", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,7 +537,10 @@ class EstimateTokensRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """As in ChatRequest."""
+    cache_salt: _builtins.str
     """As in ChatRequest."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
@@ -443,10 +556,11 @@ class EstimateTokensRequest(_message.Message):
         model: _builtins.str = ...,
         messages: _abc.Iterable[Global___Message] | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "messages", b"messages", "model", b"model", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -463,10 +577,13 @@ class EstimateTokensResponse(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    EXPECTED_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     max_model_len: _builtins.int
     """Most tokens that prompt and answer may have together."""
+    expected_wait_seconds: _builtins.float
+    """How long the request would wait for admission if it came now, from how fast waiting ones were let in lately; 0 where there is room."""
     @_builtins.property
     def prompt_tokens_details(self) -> _usage_pb2.PromptTokens:
         """The same by modality."""
@@ -487,14 +604,157 @@ class EstimateTokensResponse(_message.Message):
         media: _abc.Iterable[Global___MediaEstimate] | None = ...,
         cost: Global___Cost | None = ...,
         max_model_len: _builtins.int = ...,
+        expected_wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "prompt_tokens_details", b"prompt_tokens_details"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "max_model_len", b"max_model_len", "media", b"media", "prompt_tokens", b"prompt_tokens", "prompt_tokens_details", b"prompt_tokens_details"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "expected_wait_seconds", b"expected_wait_seconds", "max_model_len", b"max_model_len", "media", b"media", "prompt_tokens", b"prompt_tokens", "prompt_tokens_details", b"prompt_tokens_details"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EstimateTokensResponse: _TypeAlias = EstimateTokensResponse  # noqa: Y015
+
+@_typing.final
+class ChatPagesRequest(_message.Message):
+    """One piece of what a client sends about a document."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___PagesStart:
+        """First, once."""
+
+    @_builtins.property
+    def page(self) -> Global___Page:
+        """Then, any number of times."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___PagesStart | None = ...,
+        page: Global___Page | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "page", b"page", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "page", b"page", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["start", "page"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ChatPagesRequest: _TypeAlias = ChatPagesRequest  # noqa: Y015
+
+@_typing.final
+class PagesStart(_message.Message):
+    """What is asked of every page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    REMEMBER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in ChatRequest."""
+    question: _builtins.str
+    """Comes after each page that has no question of its own."""
+    cache_salt: _builtins.str
+    """As in ChatRequest."""
+    remember: _builtins.int
+    """Earlier pages' questions and answers, without their media, that come before a page; at most this many. 0 asks of each page alone."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """Come before each page, as in ChatRequest; may be empty. Say who is to answer how."""
+
+    @_builtins.property
+    def sampling(self) -> _sampling_pb2.SamplingParams:
+        """How to choose tokens, for every page alike; n must be 1."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        messages: _abc.Iterable[Global___Message] | None = ...,
+        question: _builtins.str = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
+        cache_salt: _builtins.str = ...,
+        remember: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "messages", b"messages", "model", b"model", "question", b"question", "remember", b"remember", "sampling", b"sampling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PagesStart: _TypeAlias = PagesStart  # noqa: Y015
+
+@_typing.final
+class Page(_message.Message):
+    """A page of a document, or a segment of a video or recording."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
+    question: _builtins.str
+    """Instead of the question that PagesStart asks."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """What is on it, in order: usually one picture."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___Part] | None = ...,
+        question: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Page: _TypeAlias = Page  # noqa: Y015
+
+@_typing.final
+class ChatPagesResponse(_message.Message):
+    """One event about one page. Pages are answered one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    page: _builtins.int
+    """Which page, from 0."""
+    @_builtins.property
+    def chat(self) -> Global___ChatResponse:
+        """As in Chat, from admitted to done."""
+
+    @_builtins.property
+    def error(self) -> _error_pb2.ErrorStatus:
+        """Instead of done: this page could not be answered; the others go on."""
+
+    def __init__(
+        self,
+        *,
+        page: _builtins.int = ...,
+        chat: Global___ChatResponse | None = ...,
+        error: _error_pb2.ErrorStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "error", b"error", "event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "error", b"error", "event", b"event", "page", b"page"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chat", "error"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ChatPagesResponse: _TypeAlias = ChatPagesResponse  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
@@ -602,6 +862,9 @@ class GetLoadResponse(_message.Message):
     TOTAL_KV_BLOCKS_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     FINISHED_REQUESTS_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    REFUSED_REQUESTS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests being answered."""
     queued_requests: _builtins.int
@@ -614,6 +877,16 @@ class GetLoadResponse(_message.Message):
     """asyncio tasks alive in the process."""
     finished_requests: _builtins.int
     """Requests answered since the start."""
+    refused_requests: _builtins.int
+    """Requests refused since the start because nothing was free."""
+    @_builtins.property
+    def reserved(self) -> Global___Cost:
+        """What running requests have reserved of each budget."""
+
+    @_builtins.property
+    def budget(self) -> Global___Cost:
+        """What may be reserved."""
+
     def __init__(
         self,
         *,
@@ -623,10 +896,13 @@ class GetLoadResponse(_message.Message):
         total_kv_blocks: _builtins.int = ...,
         tasks: _builtins.int = ...,
         finished_requests: _builtins.int = ...,
+        reserved: Global___Cost | None = ...,
+        budget: Global___Cost | None = ...,
+        refused_requests: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "reserved", b"reserved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished_requests", b"finished_requests", "queued_requests", b"queued_requests", "reserved_kv_blocks", b"reserved_kv_blocks", "running_requests", b"running_requests", "tasks", b"tasks", "total_kv_blocks", b"total_kv_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "finished_requests", b"finished_requests", "queued_requests", b"queued_requests", "refused_requests", b"refused_requests", "reserved", b"reserved", "reserved_kv_blocks", b"reserved_kv_blocks", "running_requests", b"running_requests", "tasks", b"tasks", "total_kv_blocks", b"total_kv_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,11 @@ class ChatServiceStub(object):
                 request_serializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.ChatPages = channel.stream_stream(
+                '/triptych.gateway.v1.ChatService/ChatPages',
+                request_serializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ChatPagesRequest.SerializeToString,
+                response_deserializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ChatPagesResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/triptych.gateway.v1.ChatService/GetLoad',
                 request_serializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.GetLoadRequest.SerializeToString,
@@ -82,6 +87,14 @@ class ChatServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChatPages(self, request_iterator, context):
+        """Answers one question about every page or segment of a document or a video, of any number, in order: the client sends a start and
+        then pages, and may send them while earlier ones are answered. The stream takes in a page when there is room for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """Tells how busy the gateway is.
         """
@@ -106,6 +119,11 @@ def add_ChatServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsRequest.FromString,
                     response_serializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'ChatPages': grpc.stream_stream_rpc_method_handler(
+                    servicer.ChatPages,
+                    request_deserializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ChatPagesRequest.FromString,
+                    response_serializer=triptych_dot_gateway_dot_v1_dot_gateway__pb2.ChatPagesResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -195,6 +213,33 @@ class ChatService(object):
             '/triptych.gateway.v1.ChatService/ListModels',
             triptych_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
             triptych_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChatPages(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/triptych.gateway.v1.ChatService/ChatPages',
+            triptych_dot_gateway_dot_v1_dot_gateway__pb2.ChatPagesRequest.SerializeToString,
+            triptych_dot_gateway_dot_v1_dot_gateway__pb2.ChatPagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

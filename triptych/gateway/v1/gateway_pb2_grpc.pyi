@@ -39,6 +39,10 @@ class ChatServiceStub:
     """Counts a conversation's tokens from headers alone, touching neither encoder nor language model."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
     """Names the models served."""
+    ChatPages: _grpc.StreamStreamMultiCallable[_gateway_pb2.ChatPagesRequest, _gateway_pb2.ChatPagesResponse]
+    """Answers one question about every page or segment of a document or a video, of any number, in order: the client sends a start and
+    then pages, and may send them while earlier ones are answered. The stream takes in a page when there is room for it.
+    """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetLoadRequest, _gateway_pb2.GetLoadResponse]
     """Tells how busy the gateway is."""
 
@@ -53,6 +57,10 @@ class ChatServiceAsyncStub(ChatServiceStub):
     """Counts a conversation's tokens from headers alone, touching neither encoder nor language model."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Names the models served."""
+    ChatPages: _aio.StreamStreamMultiCallable[_gateway_pb2.ChatPagesRequest, _gateway_pb2.ChatPagesResponse]  # type: ignore[assignment]
+    """Answers one question about every page or segment of a document or a video, of any number, in order: the client sends a start and
+    then pages, and may send them while earlier ones are answered. The stream takes in a page when there is room for it.
+    """
     GetLoad: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetLoadRequest, _gateway_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Tells how busy the gateway is."""
 
@@ -82,6 +90,16 @@ class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.ListModelsResponse, _abc.Awaitable[_gateway_pb2.ListModelsResponse]]:
         """Names the models served."""
+
+    @_abc_1.abstractmethod
+    def ChatPages(
+        self,
+        request_iterator: _MaybeAsyncIterator[_gateway_pb2.ChatPagesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ChatPagesResponse], _abc.AsyncIterator[_gateway_pb2.ChatPagesResponse]]:
+        """Answers one question about every page or segment of a document or a video, of any number, in order: the client sends a start and
+        then pages, and may send them while earlier ones are answered. The stream takes in a page when there is room for it.
+        """
 
     @_abc_1.abstractmethod
     def GetLoad(
