@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.encoder import pixel_kernel
 from services.models.hf import transformers
 from services.models.media import Grid
 
@@ -33,8 +34,13 @@ class _InPlace:
         if not (do_rescale and do_normalize and images.dtype is torch.uint8):
             theirs = super().rescale_and_normalize  # type: ignore[misc]
             return theirs(images, do_rescale, rescale_factor, do_normalize, image_mean, image_std)  # type: ignore[no-any-return]
-        mean, std = _in_levels(rescale_factor, tuple(image_mean), tuple(image_std))
-        return _memory(*images.shape).copy_(images).sub_(mean).div_(std)
+        settings = rescale_factor, tuple(image_mean), tuple(image_std)
+        made, kernel = _memory(*images.shape), pixel_kernel.load()
+        if kernel is None:
+            mean, std = _in_levels(*settings)
+            return made.copy_(images).sub_(mean).div_(std)
+        kernel.planes(images.reshape(-1, *images.shape[-3:]), _numbers(*settings), made.view(-1, *images.shape[-3:]))
+        return made
 
 
 def copying_nothing(processor: Any) -> Any:
@@ -65,14 +71,25 @@ def patches(processor: Any, frames: torch.Tensor) -> tuple[torch.Tensor, Grid]:
     patch, merge, depth = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     count, _, height, width = frames.shape
     down, across, steps = height // (patch * merge), width // (patch * merge), -(-count // depth)
-    cut = frames.reshape(count, 3, down, merge, patch, across, merge, patch)
-    cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)  # [frames, down, across, merge, merge, 3, patch, patch]
-    mean, std = _in_levels(
+    settings = (
         processor.rescale_factor if processor.do_rescale else 1.0,
         tuple(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
         tuple(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
     )
-    made = _memory(steps, down, across, merge, merge, 3, depth, patch, patch)
+    made, kernel = _memory(steps, down, across, merge, merge, 3, depth, patch, patch), pixel_kernel.load()
+    if kernel is None:
+        _cut(frames, made, *_in_levels(*settings))
+    else:
+        kernel.patches(frames, _numbers(*settings), made)
+    return made.flatten(5).flatten(0, 4), Grid(steps, down * merge, across * merge)
+
+
+def _cut(frames: torch.Tensor, made: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
+    """What the kernel does, by torch."""
+    steps, down, across, merge, _, _, depth, patch, _ = made.shape
+    count = len(frames)
+    cut = frames.reshape(count, 3, down, merge, patch, across, merge, patch)
+    cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)  # [frames, down, across, merge, merge, 3, patch, patch]
     lines = max(1, _CACHED // cut[0, 0].numel())
     for index, top in itertools.product(range(steps * depth), range(0, down, lines)):
         place = made[index // depth, top : top + lines].select(5, index % depth)
@@ -80,7 +97,6 @@ def patches(processor: Any, frames: torch.Tensor) -> tuple[torch.Tensor, Grid]:
             place.copy_(cut[index, top : top + lines]).sub_(mean).div_(std)
         else:
             place.copy_(made[-1, top : top + lines].select(5, (count - 1) % depth))
-    return made.flatten(5).flatten(0, 4), Grid(steps, down * merge, across * merge)
 
 
 def _memory(*shape: int) -> torch.Tensor:
@@ -93,3 +109,10 @@ def _in_levels(rescale_factor: float, mean: tuple[float, ...], std: tuple[float,
     """Mean and deviation of each channel ``[3, 1, 1]`` in levels of a byte, rounded as the processors do."""
     factor = 1.0 / rescale_factor
     return torch.tensor(mean)[:, None, None] * factor, torch.tensor(std)[:, None, None] * factor
+
+
+@functools.lru_cache
+def _numbers(rescale_factor: float, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
+    """What becomes of each byte of each channel, ``[3, 256]``, by the arithmetic of the processors."""
+    middle, deviation = _in_levels(rescale_factor, mean, std)
+    return torch.arange(256.0).sub(middle[:, 0]).div(deviation[:, 0])

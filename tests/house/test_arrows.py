@@ -15,10 +15,11 @@ ARROWS = {
     "triptych": set(),
     "services.common": {"triptych"},
     "services.models": {"triptych"},
+    "services.native": set(),
     "services.decoding": {"services.common"},
     "services.gateway": {"triptych", "services.common", "services.decoding", "services.models"},
-    "services.encoder": {"triptych", "services.common", "services.decoding", "services.models"},
-    "services.llm": {"triptych", "services.common", "services.models"},
+    "services.encoder": {"triptych", "services.common", "services.decoding", "services.models", "services.native"},
+    "services.llm": {"triptych", "services.common", "services.models", "services.native"},
 }
 HEAVY = {"torch", "torchvision", "transformers"}
 PURE = (

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from services.llm.native import build, linear
+from services.llm.native import linear
 from services.llm.native.linear import NativeLinear, PackedLinear, speed_up
 from services.models.half import parameter_bytes
 from services.models.hf import transformers
+from services.native import build
 
 KINDS = [(NativeLinear, torch.float32), (PackedLinear, torch.float32), (PackedLinear, torch.bfloat16)]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from services.llm.native import build, norm
+from services.llm.native import norm
 from services.llm.native.norm import NativeNorm, replace_norms
 from services.models.hf import transformers
+from services.native import build
 
 LLAMA = transformers.models.llama.modeling_llama.LlamaRMSNorm
 GEMMA = transformers.models.gemma.modeling_gemma.GemmaRMSNorm

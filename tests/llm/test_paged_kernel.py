@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.llm.native import build, paged_kernel
+from services.llm.native import paged_kernel
 from services.llm.native.paged_kernel import PagedBatch, PagedKernel
+from services.native import build
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 BLOCK = 8

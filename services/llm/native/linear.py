@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from services.llm.native.build import Unavailable, load_library
+from services.native.build import Unavailable, load_library
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from services.llm.native.build import Unavailable, load_library
+from services.native.build import Unavailable, load_library
 
 logger = logging.getLogger(__name__)
 

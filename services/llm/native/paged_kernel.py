@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from services.llm.native.build import Unavailable, load_library
+from services.native.build import Unavailable, load_library
 
 logger = logging.getLogger(__name__)
 

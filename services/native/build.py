@@ -1,4 +1,4 @@
-"""Compiles the C++ files of this package for the machine at hand, at first use, and keeps the results in a cache folder."""
+"""Compiles C++ files for the machine at hand, at first use, and keeps the results in a cache folder."""
 
 from __future__ import annotations
 
