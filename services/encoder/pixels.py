@@ -2,7 +2,8 @@
 
 Bit for bit what those processors make of the same pixels, which stay where the decoder put them: ``[height, width, 3]`` seen as
 ``[3, height, width]``. torch's antialiased kernel for bytes reads and writes that layout as it is, where the processors
-rearrange the whole picture first; numbers are made in the pass that also puts them into their final order.
+rearrange the whole picture first; numbers are made in the pass that also puts them into their final order, by compiled code
+that looks them up or, where there is no compiler, by torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from services.encoder import pixel_kernel
 from services.models.hf import transformers
 from services.models.media import Grid
 
-_CACHED = 2**17  # numbers made at a time, which stay in the core's own cache until they are finished
+_CACHED = 2**17  # numbers that torch makes at a time, which stay in the core's own cache until they are finished
 
 
 class _InPlace:
@@ -85,7 +86,7 @@ def patches(processor: Any, frames: torch.Tensor) -> tuple[torch.Tensor, Grid]:
 
 
 def _cut(frames: torch.Tensor, made: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
-    """What the kernel does, by torch."""
+    """Frames into ``made`` ``[steps, down, across, merge, merge, 3, depth, patch, patch]``, by torch."""
     steps, down, across, merge, _, _, depth, patch, _ = made.shape
     count = len(frames)
     cut = frames.reshape(count, 3, down, merge, patch, across, merge, patch)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from services.encoder import pixel_kernel
 from services.encoder.families import schemes_of
 from services.encoder.mel import log_mel
 from services.encoder.pixels import copying_nothing, view
@@ -28,6 +29,15 @@ IMAGES = [f.model_type for f in FAMILIES.values() if f.image]
 VIDEOS = [f.model_type for f in FAMILIES.values() if f.video]
 FORCED = {"internvl": {"crop_to_patches": True}, "gemma3": {"do_pan_and_scan": False}, "llava_next": {"do_pad": True}}
 Directory = Callable[[str], Path]
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of making numbers of bytes."""
+    if request.param == "torch":
+        monkeypatch.setattr(pixel_kernel, "load", lambda: None)
+    elif pixel_kernel.load() is None:
+        pytest.skip("this machine has no C++ compiler")
 
 
 def photo(width: int, height: int, seed: int = 0) -> np.ndarray:
@@ -49,6 +59,7 @@ def same(made: Any, stock: Any) -> None:
             assert torch.equal(tensor.float().flatten(), stock[name].float().flatten()), name
 
 
+@pytest.mark.usefixtures("numbers")
 @pytest.mark.parametrize("family", IMAGES)
 def test_pictures(family: str, checkpoint_dir: Directory) -> None:
     """With the checkpoint's small settings, and with those that the class of its processor has by default."""
@@ -75,6 +86,7 @@ def test_pictures(family: str, checkpoint_dir: Directory) -> None:
         same(made, usual(images=[Image.fromarray(pixels)], return_tensors="pt", **FORCED.get(family, {})))
 
 
+@pytest.mark.usefixtures("numbers")
 @pytest.mark.parametrize("family", VIDEOS)
 def test_videos(family: str, checkpoint_dir: Directory) -> None:
     checkpoint = open_checkpoint(str(checkpoint_dir(family)))
@@ -101,6 +113,7 @@ def test_pictures_stay_where_they_are() -> None:
     assert processor.process_image(seen).data_ptr() == pixels.ctypes.data
 
 
+@pytest.mark.usefixtures("numbers")
 def test_a_setting_that_is_turned_off_stays_off() -> None:
     pixels, plan = photo(56, 84), ItemPlan(Modality.IMAGE, 1, Grid(1, 1, 1), 1)
     for family, cls in (("llava", transformers.LlavaImageProcessor), ("qwen2_vl", transformers.Qwen2VLImageProcessor)):
