@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.decoding.pool import DecodePool
 from services.decoding.process import Limits
@@ -19,7 +19,7 @@ from services.gateway.model import ServedModel
 from services.gateway.probe import probe_image
 from services.gateway.validator import Conversation, MediaPart
 from services.models.audio_lengths import RATE
-from services.models.media import Clip, Medium, Modality, Picture, Recording
+from services.models.media import AS_SET, Clip, Look, Medium, Modality, Picture, Recording
 
 _WALL = 4.0  # seconds that pass, at most, for one of processor time
 _WAITING = 256  # files that may wait to be probed
@@ -34,6 +34,7 @@ class File:
     data: bytes
     digest: bytes
     picture: Picture | None = None
+    look: Look = AS_SET
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class Probe:
             raise too_many_bytes(part.field, limit)
         picture = None
         if part.modality is Modality.IMAGE:
-            picture = probe_image(data, part.field, max_pixels=self._config.max_pixels)
-        return File(part.field, part.modality, data, hashlib.sha256(data).digest(), picture)
+            picture = replace(probe_image(data, part.field, max_pixels=self._config.max_pixels), look=part.look)
+        return File(part.field, part.modality, data, hashlib.sha256(data).digest(), picture, part.look)
 
     async def _medium(self, file: File) -> Medium:
         if file.picture is not None:
@@ -111,4 +112,4 @@ class Probe:
             return Recording(int(length.array[0]))
         shown = await self._pool.decode(file.data, self._video, file.field)
         facts, times = shown.facts, tuple(shown.array.tolist())
-        return Clip(facts.width, facts.height, len(times), facts.fps, times)
+        return Clip(facts.width, facts.height, len(times), facts.fps, times, file.look)
