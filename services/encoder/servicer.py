@@ -121,6 +121,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         if request.whole_rows > MAX_ROWS:
             raise invalid("whole_rows", f"it must be at most {MAX_ROWS}, got {request.whole_rows}")
         check_salt(request.cache_salt)
+        for name in ("min_pixels", "max_pixels"):
+            if (pixels := getattr(request, name)) > self._config.max_pixels:
+                raise invalid(name, f"it must be at most {self._config.max_pixels}, got {pixels}")
         frames, limit = max(len(request.frames), len(request.times)), self._config.max_video_frames
         if frames > limit or (int(request.modality) == Modality.VIDEO and not request.frames):
             text = f"{frames} frames are to be looked at; accepted are 1 to {limit}"
