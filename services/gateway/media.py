@@ -17,6 +17,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.data_url import read_data_url, too_many_bytes
 from services.gateway.model import ServedModel
 from services.gateway.probe import probe_image
+from services.gateway.url_fetch import Fetcher
 from services.gateway.validator import Conversation, MediaPart
 from services.models.audio_lengths import RATE
 from services.models.media import AS_SET, Clip, Look, Medium, Modality, Picture, Recording
@@ -46,10 +47,15 @@ class Probed:
 
 
 class Probe:
-    """Reads the facts of media files. Recordings and videos need it started, which is of no effect where a model takes none."""
+    """Reads the facts of media files. Recordings and videos need it started, which is of no effect where a model takes none.
+
+    Attributes:
+        fetcher: gets files that a conversation names by URL.
+    """
 
     def __init__(self, model: ServedModel, config: GatewayConfig) -> None:
         self._config = config
+        self.fetcher = Fetcher(config)
         limits = Limits(config.probe_memory_bytes, config.probe_seconds, _WALL * config.probe_seconds)
         needed = bool({Modality.AUDIO, Modality.VIDEO} & set(model.modalities))
         self._pool = DecodePool(config.probe_workers, limits, _WAITING) if needed else None
