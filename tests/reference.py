@@ -235,8 +235,8 @@ class Oracle:
         self.multimodal = any((path / f"{name}_config.json").exists() for name in ("processor", "preprocessor"))
         self.processor = (transformers.AutoProcessor if self.multimodal else transformers.AutoTokenizer).from_pretrained(path)
 
-    def inputs(self, ask: Ask) -> Any:
-        """Processor output for one request."""
+    def inputs(self, ask: Ask, **images: Any) -> Any:
+        """Processor output for one request; ``images`` are settings of the image processor for this call."""
         if not self.multimodal:
             turns = [{"role": role, "content": "".join(str(p) for p in parts)} for role, parts in ask.turns]
             return self.processor.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -245,6 +245,8 @@ class Oracle:
         settings: dict[str, Any] = {}
         if ask.clips:
             settings = dict(do_sample_frames=False, video_metadata=[[clip.facts for clip in ask.clips]])
+        if images:
+            settings["images_kwargs"] = images
         return self.processor.apply_chat_template(
             ask.messages(),
             self.processor.chat_template or self.processor.tokenizer.chat_template,

@@ -2,22 +2,26 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from triptych.errors import InvalidArgument, MediaFileError
 
 ModalityName = Literal["image", "audio", "video"]
+DetailName = Literal["auto", "low", "high"]
 Source: TypeAlias = str | os.PathLike[str] | bytes
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A media item: its file's bytes, or the URL where the gateway gets them."""
+    """A media item: its file's bytes, or the URL where the gateway gets them, and how closely the model looks at it."""
 
     modality: ModalityName
     data: bytes = field(default=b"", repr=False)
     url: str = ""
+    detail: DetailName = "auto"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 Part: TypeAlias = str | MediaPart | Mapping[str, Any]
@@ -25,13 +29,21 @@ Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = str | MediaPart | Sequence[Part]
 
 
-def image(source: Source) -> MediaPart:
+def image(
+    source: Source, *, detail: DetailName = "auto", min_pixels: int | None = None, max_pixels: int | None = None
+) -> MediaPart:
     """A still picture from a path, bytes, or a data:, http: or https: URL.
+
+    Args:
+        source: where its bytes are.
+        detail: "low" costs few tokens; "auto" and "high" are what the checkpoint's processor does.
+        min_pixels: it is enlarged to at least so many; of models that take any size, the Qwen ones.
+        max_pixels: and made smaller to at most so many.
 
     Raises:
         MediaFileError: the file is missing, empty or unreadable.
     """
-    return _media("image", source)
+    return replace(_media("image", source), detail=detail, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
 def audio(source: Source) -> MediaPart:
@@ -39,9 +51,9 @@ def audio(source: Source) -> MediaPart:
     return _media("audio", source)
 
 
-def video(source: Source) -> MediaPart:
-    """Moving pictures; otherwise as `image`."""
-    return _media("video", source)
+def video(source: Source, *, min_pixels: int | None = None, max_pixels: int | None = None) -> MediaPart:
+    """Moving pictures; the pixels are those of a frame; otherwise as `image`."""
+    return replace(_media("video", source), min_pixels=min_pixels, max_pixels=max_pixels)
 
 
 def system(*parts: Part) -> Message:

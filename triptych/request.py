@@ -17,6 +17,7 @@ _ROLES = {
     "user": gateway_pb2.ROLE_USER,
     "assistant": gateway_pb2.ROLE_ASSISTANT,
 }
+_DETAILS = {"auto": gateway_pb2.DETAIL_AUTO, "low": gateway_pb2.DETAIL_LOW, "high": gateway_pb2.DETAIL_HIGH}
 _CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "json_object")
 _URL_PARTS: dict[str, ModalityName] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 
@@ -61,7 +62,7 @@ class Options(Sampling, total=False):
     model: a name from `models`; "default", the default, is the served model.
     timeout: seconds for the whole call, retries included; None means the client's.
     request_id: the id for the services' logs; None makes one.
-    cache_salt: what services keep of the call is only found again by calls with the same salt; no part of an estimate.
+    cache_salt: what services keep of the call is only found again by calls with the same salt.
     """
 
     media: MediaPart | Iterable[MediaPart]
@@ -91,9 +92,8 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
         messages=[_message(index, role, content) for index, (role, content) in enumerate(turns)],
         sampling=_sampling({name: value for name, value in options.items() if name in Sampling.__annotations__}),
     )
-    if isinstance(request, gateway_pb2.ChatRequest):
-        _check_unicode("cache_salt", options.get("cache_salt", ""))
-        request.cache_salt = options.get("cache_salt", "")
+    _check_unicode("cache_salt", options.get("cache_salt", ""))
+    request.cache_salt = options.get("cache_salt", "")
     size = request.ByteSize()
     if size > MAX_MESSAGE_BYTES:
         raise InvalidArgument(f"the request has {size / 2**20:.0f} MiB, more than the 64 MiB that one may have")
@@ -129,7 +129,7 @@ def _part(path: str, part: object) -> gateway_pb2.Part:
         return gateway_pb2.Part(text=part)
     if isinstance(part, MediaPart):
         _check_unicode(path, part.url)
-        source = gateway_pb2.Media(url=part.url) if part.url else gateway_pb2.Media(data=part.data)
+        source = _media(f"{path}.{part.modality}", part)
         match part.modality:
             case "image":
                 return gateway_pb2.Part(image=source)
@@ -140,6 +140,23 @@ def _part(path: str, part: object) -> gateway_pb2.Part:
     raise _invalid(path, f"a part is a str or made by triptych.image, .audio or .video, not {type(part).__name__}")
 
 
+def _media(path: str, part: MediaPart) -> gateway_pb2.Media:
+    if part.detail not in _DETAILS:
+        raise _invalid(f"{path}.detail", f"{part.detail!r} is not one of {', '.join(_DETAILS)}")
+    media = gateway_pb2.Media(url=part.url) if part.url else gateway_pb2.Media(data=part.data)
+    if part.detail != "auto":
+        media.detail = _DETAILS[part.detail]
+    for name in ("min_pixels", "max_pixels"):
+        pixels = getattr(part, name)
+        if pixels is None:
+            continue
+        try:
+            setattr(media, name, pixels)
+        except (TypeError, ValueError) as error:
+            raise _invalid(f"{path}.{name}", f"{pixels!r} is not allowed: {error}") from error
+    return media
+
+
 def _openai_part(path: str, part: Mapping[str, Any]) -> str | MediaPart:
     """A part as OpenAI's clients spell it."""
     kind = part.get("type")
@@ -147,8 +164,9 @@ def _openai_part(path: str, part: Mapping[str, Any]) -> str | MediaPart:
         if kind == "text":
             return str(part["text"])
         if kind in _URL_PARTS:
-            source = part[kind]
-            return MediaPart(_URL_PARTS[kind], url=source if isinstance(source, str) else source["url"])
+            source = {"url": part[kind]} if isinstance(part[kind], str) else part[kind]
+            look = {name: source[name] for name in ("detail", "min_pixels", "max_pixels") if name in source}
+            return MediaPart(_URL_PARTS[kind], url=source["url"], **look)
         if kind == "input_audio":
             return MediaPart("audio", data=base64.b64decode(part[kind]["data"], validate=True))
     except (KeyError, TypeError, ValueError) as error:

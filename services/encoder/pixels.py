@@ -17,7 +17,8 @@ import torch
 
 from services.encoder import pixel_kernel
 from services.models.hf import transformers
-from services.models.media import Grid
+from services.models.image_sizes import looked_at
+from services.models.media import AS_SET, Grid, Look
 
 _CACHED = 2**17  # numbers that torch makes at a time, which stay in the core's own cache until they are finished
 
@@ -52,6 +53,14 @@ def copying_nothing(processor: Any) -> Any:
     cls = type(processor)
     processor.__class__ = type(cls.__name__, (_InPlace, cls), {})
     return processor
+
+
+def bounded(size: Any, look: Look) -> Any:
+    """A processor's ``shortest_edge`` and ``longest_edge``, which count pixels, as a caller wants them."""
+    if look == AS_SET:
+        return size
+    low, high = looked_at(look, size["shortest_edge"], size["longest_edge"])
+    return transformers.image_utils.SizeDict(shortest_edge=low, longest_edge=high)
 
 
 def view(pixels: Any) -> torch.Tensor:

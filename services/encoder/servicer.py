@@ -21,7 +21,7 @@ from services.encoder.reader import Chunk, Event, Ready, Shared, read
 from services.encoder.sent import Sent
 from services.encoder.store import Done, Header, Store
 from services.models.checkpoint import Checkpoint
-from services.models.media import Grid, ItemPlan, Modality
+from services.models.media import Grid, ItemPlan, Look, Modality
 from services.models.wire import put_chunk, wire_dtype
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
@@ -107,7 +107,11 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._check_figures(request, field)
         if request.whole_rows:
             self._check_pruned(request)
-        return Planned(_plan(request), field, request.HasField("expected_grid"))
+        plan = _plan(request)
+        if plan.look != self._checkpoint.family.heeded(plan.look):
+            text = f"the model {self._checkpoint.name} heeds no such limits of pixels or detail; leave them out"
+            raise invalid(field, text, reason="NOT_SUPPORTED")
+        return Planned(plan, field, request.HasField("expected_grid"))
 
     def _check_figures(self, request: encoder_pb2.EncodeRequest, field: str) -> None:
         """Before memory or work follows from them."""
@@ -117,6 +121,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         if request.whole_rows > MAX_ROWS:
             raise invalid("whole_rows", f"it must be at most {MAX_ROWS}, got {request.whole_rows}")
         check_salt(request.cache_salt)
+        for name in ("min_pixels", "max_pixels"):
+            if (pixels := getattr(request, name)) > self._config.max_pixels:
+                raise invalid(name, f"it must be at most {self._config.max_pixels}, got {pixels}")
         frames, limit = max(len(request.frames), len(request.times)), self._config.max_video_frames
         if frames > limit or (int(request.modality) == Modality.VIDEO and not request.frames):
             text = f"{frames} frames are to be looked at; accepted are 1 to {limit}"
@@ -201,6 +208,11 @@ def _plan(request: encoder_pb2.EncodeRequest) -> ItemPlan:
         samples=request.samples,
         masked=request.masked,
         whole_rows=request.whole_rows,
+        look=Look(
+            request.low_detail,
+            request.min_pixels if request.HasField("min_pixels") else None,
+            request.max_pixels if request.HasField("max_pixels") else None,
+        ),
     )
 
 

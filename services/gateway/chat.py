@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import grpc
@@ -21,11 +21,11 @@ from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.config import GatewayConfig
 from services.gateway.detokenizer import Detokenizer
-from services.gateway.media import File, Probe
+from services.gateway.media import Probe
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Prompt, PromptMaker
 from services.gateway.uploads import Uploads
-from services.gateway.validator import Conversation, Validator
+from services.gateway.validator import Validator
 from triptych.common.v1 import media_pb2, tensor_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2
 from triptych.llm.v1 import llm_pb2
@@ -105,13 +105,12 @@ class Chat:
         size = sum(len(part.text) for message in request.messages for part in message.parts)
         threads = self._long_text_thread if size > _LONG_TEXT else self._threads
 
-        def read() -> tuple[Conversation, list[File]]:
-            conversation = self._validator.read(request)
-            return conversation, self._probe.files(conversation)
-
-        conversation, files = await _on(threads, read)
+        named = await _on(threads, lambda: self._validator.read(request))
+        conversation, fetch_seconds = await self._probe.fetcher.fetched(named)
+        files = await _on(threads, lambda: self._probe.files(conversation))
         media = await self._probe.facts(files)
-        return await _on(threads, lambda: self._prompts.make(conversation, media))
+        prompt = await _on(threads, lambda: self._prompts.make(conversation, media))
+        return replace(prompt, fetch_seconds=fetch_seconds) if fetch_seconds else prompt
 
     def max_tokens(self, prompt: Prompt) -> int:
         """Longest answer: what the request says, else the default as far as there is room."""
@@ -140,7 +139,8 @@ class Chat:
                     async for delta in deltas:
                         yield delta
         self.finished += 1
-        call.times.MergeFrom(usage_pb2.StageTimes(probe=probed - started, queue=admitted - probed))
+        fetch = prompt.fetch_seconds
+        call.times.MergeFrom(usage_pb2.StageTimes(probe=probed - started - fetch, queue=admitted - probed, fetch=fetch or None))
         yield Done(prompt, call.finish_reason, call.completion_tokens, call.cached_tokens, call.times)
 
     def _check_length(self, prompt: Prompt, max_tokens: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common.config import ServiceConfig, option
+from services.gateway.allowed_urls import UrlPolicy
 from services.models.media import Modality
 
 MIB = 1024 * 1024
@@ -29,10 +31,16 @@ class GatewayConfig(ServiceConfig):
     max_item_bytes: int = option(20 * MIB, "most bytes of one media item")
     max_pixels: int = option(50_000_000, "most pixels of one picture or one frame")
     max_audio_seconds: float = option(600.0, "longest recording")
+    max_video_seconds: float = option(7200.0, "longest video")
     max_video_frames: int = option(768, "most frames of one video that are looked at")
     max_video_bytes: int = option(1024 * MIB, "most bytes that those take decoded")
     max_media_packets: int = option(200_000, "most packets of one recording or video that are read; a frame is one")
     limit_mm_per_prompt: str = option("image=16,audio=4,video=4", "most media items of one request")
+    allowed_media_domains: str = option("", "hosts that media URLs may name: a.org,*.b.org,c.net:8443; * is any; empty: none")
+    allowed_media_private_networks: str = option("", "networks that those may be in, besides public ones, as in 10.0.0.0/8")
+    allowed_local_media_path: str = option("", "folder below which file: URLs may name media; empty: none")
+    media_fetch_seconds: float = option(30.0, "time that fetching one media item may take")
+    media_redirects: int = option(3, "most redirects on the way to one")
     probe_workers: int = option(2, "processes that read recordings and videos; none run for a model that takes neither")
     probe_memory_bytes: int = option(512 * MIB, "memory that reading one file may take")
     probe_seconds: float = option(5.0, "processor time that reading one file may take; four times as long in all")
@@ -48,9 +56,18 @@ class GatewayConfig(ServiceConfig):
         for flag, value in (("--encoder", self.encoder), ("--llm", self.llm)):
             _addresses(flag, value)
         _limits(self.limit_mm_per_prompt)
-        for flag, seconds in (("--max-audio-seconds", self.max_audio_seconds), ("--probe-seconds", self.probe_seconds)):
-            if not 0 < seconds < _LONGEST:
-                raise ValueError(f"{flag} must be more than 0 and less than {_LONGEST:.0f}, got {seconds}")
+        for name in ("max_audio_seconds", "max_video_seconds", "probe_seconds", "media_fetch_seconds"):
+            if not 0 < getattr(self, name) < _LONGEST:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be more than 0 and less than {_LONGEST:.0f}, got {getattr(self, name)}")
+        if not 0 <= self.media_redirects <= 20:
+            raise ValueError(f"--media-redirects must be 0 to 20, got {self.media_redirects}")
+        if self.allowed_local_media_path and not Path(self.allowed_local_media_path).is_dir():
+            raise ValueError(f"--allowed-local-media-path must be a folder, got {self.allowed_local_media_path!r}")
+        try:
+            UrlPolicy.of(self.allowed_media_domains, self.allowed_media_private_networks)
+        except ValueError as error:
+            raise ValueError(f"--allowed-media-domains or --allowed-media-private-networks: {error}") from None
         if not 0 <= self.video_pruning_rate < 1:
             raise ValueError(f"--video-pruning-rate must be at least 0 and less than 1, got {self.video_pruning_rate}")
         for name, value in vars(self).items():
@@ -58,6 +75,11 @@ class GatewayConfig(ServiceConfig):
             least = 1 if name == "probe_workers" else _LEAST_MEMORY if name == "probe_memory_bytes" else least
             if isinstance(value, int) and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+    @property
+    def url_policy(self) -> UrlPolicy:
+        """Which media may be fetched."""
+        return UrlPolicy.of(self.allowed_media_domains, self.allowed_media_private_networks)
 
     @property
     def encoder_addresses(self) -> tuple[str, ...]:

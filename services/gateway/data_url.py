@@ -13,6 +13,12 @@ _BLANKS = b" \t\r\n"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
+def scheme_of(url: str) -> str:
+    """What stands before the first colon, in lower case; nothing where it is no URL."""
+    scheme = _SCHEME.match(url)
+    return scheme[1].lower() if scheme else ""
+
+
 def read_data_url(url: str, field: str, *, max_bytes: int) -> bytes:
     """The bytes that a data URL holds. Its media type is ignored: a format is told by the bytes.
 

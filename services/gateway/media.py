@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.decoding.pool import DecodePool
 from services.decoding.process import Limits
@@ -17,9 +17,10 @@ from services.gateway.config import GatewayConfig
 from services.gateway.data_url import read_data_url, too_many_bytes
 from services.gateway.model import ServedModel
 from services.gateway.probe import probe_image
+from services.gateway.url_fetch import Fetcher
 from services.gateway.validator import Conversation, MediaPart
 from services.models.audio_lengths import RATE
-from services.models.media import Clip, Medium, Modality, Picture, Recording
+from services.models.media import AS_SET, Clip, Look, Medium, Modality, Picture, Recording
 
 _WALL = 4.0  # seconds that pass, at most, for one of processor time
 _WAITING = 256  # files that may wait to be probed
@@ -34,6 +35,7 @@ class File:
     data: bytes
     digest: bytes
     picture: Picture | None = None
+    look: Look = AS_SET
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,15 @@ class Probed:
 
 
 class Probe:
-    """Reads the facts of media files. Recordings and videos need it started, which is of no effect where a model takes none."""
+    """Reads the facts of media files. Recordings and videos need it started, which is of no effect where a model takes none.
+
+    Attributes:
+        fetcher: gets files that a conversation names by URL.
+    """
 
     def __init__(self, model: ServedModel, config: GatewayConfig) -> None:
         self._config = config
+        self.fetcher = Fetcher(config)
         limits = Limits(config.probe_memory_bytes, config.probe_seconds, _WALL * config.probe_seconds)
         needed = bool({Modality.AUDIO, Modality.VIDEO} & set(model.modalities))
         self._pool = DecodePool(config.probe_workers, limits, _WAITING) if needed else None
@@ -99,8 +106,8 @@ class Probe:
             raise too_many_bytes(part.field, limit)
         picture = None
         if part.modality is Modality.IMAGE:
-            picture = probe_image(data, part.field, max_pixels=self._config.max_pixels)
-        return File(part.field, part.modality, data, hashlib.sha256(data).digest(), picture)
+            picture = replace(probe_image(data, part.field, max_pixels=self._config.max_pixels), look=part.look)
+        return File(part.field, part.modality, data, hashlib.sha256(data).digest(), picture, part.look)
 
     async def _medium(self, file: File) -> Medium:
         if file.picture is not None:
@@ -111,4 +118,4 @@ class Probe:
             return Recording(int(length.array[0]))
         shown = await self._pool.decode(file.data, self._video, file.field)
         facts, times = shown.facts, tuple(shown.array.tolist())
-        return Clip(facts.width, facts.height, len(times), facts.fps, times)
+        return Clip(facts.width, facts.height, len(times), facts.fps, times, file.look)

@@ -41,12 +41,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, ready to be let in; items are in prompt order."""
+    """A prompt, ready to be let in; items are in prompt order. ``fetch_seconds`` went by for media that URLs name."""
 
     token_ids: list[int]
     items: tuple[Item, ...]
     sampling: Sampling
     cache_salt: str = ""
+    fetch_seconds: float = 0.0
 
     @property
     def patches(self) -> int:
@@ -108,9 +109,18 @@ class PromptMaker:
             raise invalid(media[error.item].file.field, str(error), reason="BAD_MEDIA") from None
         for probed, plan in zip(media, plans, strict=True):
             if isinstance(probed.medium, Clip):
+                self._check_seconds(probed.file.field, probed.medium)
                 self._check_frames(probed.file.field, probed.medium, len(plan.frames))
         rate = self._config.video_pruning_rate
         return [pruned(plan, rate) if rate and plan.modality is Modality.VIDEO else plan for plan in plans]
+
+    def _check_seconds(self, field: str, clip: Clip) -> None:
+        """How long frames are shown, from the first to the end of the last."""
+        seconds = (clip.times[-1] if clip.times else (clip.frames - 1) / clip.fps) + 1 / clip.fps
+        limit = self._config.max_video_seconds
+        if seconds > limit:
+            text = f"the video lasts {seconds:.1f} seconds, the limit is {limit:g}; send a shorter one"
+            raise invalid(field, text, reason="VIDEO_TOO_LONG", limit=limit, requested=f"{seconds:.1f}")
 
     def _check_frames(self, field: str, clip: Clip, frames: int) -> None:
         """Before anything is decoded."""

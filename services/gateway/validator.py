@@ -16,20 +16,22 @@ from services.common.salts import check_salt
 from services.gateway.config import GatewayConfig
 from services.gateway.model import ServedModel
 from services.gateway.sampling import Sampling, read_sampling
-from services.models.media import Modality
+from services.models.media import AS_SET, Look, Modality
 from triptych.gateway.v1 import gateway_pb2
 
 _ROLES = {gateway_pb2.ROLE_SYSTEM: "system", gateway_pb2.ROLE_USER: "user", gateway_pb2.ROLE_ASSISTANT: "assistant"}
+_DETAILS = (gateway_pb2.DETAIL_UNSPECIFIED, gateway_pb2.DETAIL_AUTO, gateway_pb2.DETAIL_LOW, gateway_pb2.DETAIL_HIGH)
 _MEDIA = {modality.word: modality for modality in Modality}
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A media item as it came: its bytes, or a URL."""
+    """A media item as it came: its bytes, or a URL, and how closely to look at it."""
 
     field: str
     modality: Modality
     source: bytes | str
+    look: Look = AS_SET
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Validator:
         messages = tuple(self._message(message, f"messages[{i}]") for i, message in enumerate(request.messages))
         self._check_totals(messages)
         sampling = read_sampling(request.sampling, self._model.checkpoint.generation, self._model.vocab_size)
-        return Conversation(messages, sampling, _salt(request) if isinstance(request, gateway_pb2.ChatRequest) else "")
+        return Conversation(messages, sampling, _salt(request))
 
     def _check_counts(self, messages: Sequence[gateway_pb2.Message]) -> None:
         if not messages:
@@ -111,10 +113,29 @@ class Validator:
         source = media.WhichOneof("source")
         if source is None:
             raise invalid(field, "holds neither data nor url; set one of them")
-        return MediaPart(field, modality, media.data if source == "data" else media.url)
+        return MediaPart(field, modality, media.data if source == "data" else media.url, self._look(media, field, modality))
+
+    def _look(self, media: gateway_pb2.Media, field: str, modality: Modality) -> Look:
+        """How closely to look at an item; what its family does not know at all is refused."""
+        if media.detail not in _DETAILS:
+            raise invalid(f"{field}.detail", f"must be auto, low or high, got {media.detail}")
+        if modality is not Modality.IMAGE and media.detail in (gateway_pb2.DETAIL_LOW, gateway_pb2.DETAIL_HIGH):
+            raise invalid(f"{field}.detail", "is of pictures only; leave it out", reason="NOT_SUPPORTED")
+        limits = {name: getattr(media, name) for name in ("min_pixels", "max_pixels") if media.HasField(name)}
+        for name, pixels in limits.items():
+            if modality is Modality.AUDIO or not self._model.checkpoint.family.any_size:
+                text = f"is of pictures and video of families that take any size, which this {self._model.family} model is not"
+                raise invalid(f"{field}.{name}", f"{text}; leave it out", reason="NOT_SUPPORTED")
+            if not 1 <= pixels <= self._config.max_pixels:
+                text = f"must be 1 to {self._config.max_pixels}, got {pixels}"
+                raise invalid(f"{field}.{name}", text, reason="OUT_OF_RANGE", limit=self._config.max_pixels, requested=pixels)
+        look = Look(media.detail == gateway_pb2.DETAIL_LOW, **limits)
+        if look.min_pixels and look.max_pixels and look.min_pixels > look.max_pixels:
+            raise invalid(f"{field}.min_pixels", f"must be at most max_pixels = {look.max_pixels}, got {look.min_pixels}")
+        return look
 
 
-def _salt(request: gateway_pb2.ChatRequest) -> str:
+def _salt(request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> str:
     check_salt(request.cache_salt)
     return request.cache_salt
 

@@ -42,9 +42,8 @@ def spans_to_proto(item: Item, ref: media_pb2.EmbeddingRef) -> list[media_pb2.Sp
 def _content(item: Item) -> bytes:
     """Names what an item's rows show: equal bytes may be looked at in other ways from one request to the next."""
     plan = item.plan
-    if not plan.frames and not plan.masked:
-        return item.digest
-    return hashlib.sha256(item.digest + repr((plan.frames, plan.masked, plan.rows)).encode()).digest()
+    how = (plan.rows, plan.tiles, plan.frames, plan.masked, plan.look)
+    return hashlib.sha256(item.digest + repr(how).encode()).digest()
 
 
 def encode_to_proto(item: Item, request_id: str) -> encoder_pb2.EncodeRequest:
@@ -65,6 +64,9 @@ def encode_to_proto(item: Item, request_id: str) -> encoder_pb2.EncodeRequest:
         masked=plan.masked,
         whole_rows=plan.whole_rows,
         cache_salt=item.cache_salt,
+        low_detail=plan.look.low,
+        min_pixels=plan.look.min_pixels,
+        max_pixels=plan.look.max_pixels,
     )
 
 

@@ -6,13 +6,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from services.models.image_sizes import UnsupportedSize
-from services.models.media import Clip, ItemPlan, Medium, Modality, Picture, Recording, Sampling
+from services.models.media import AS_SET, Clip, ItemPlan, Look, Medium, Modality, Picture, Recording, Sampling
 from services.models.registry import Family, UnsupportedModel, family_of, text_config
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -85,7 +85,8 @@ class Checkpoint:
         try:
             if pictures:
                 assert self.family.image is not None, f"{self.family.model_type} takes no images"
-                planned = self.family.image([p for _, p in pictures], self.config, self.settings[Modality.IMAGE])
+                settings = [self._settings_for(Modality.IMAGE, picture.look) for _, picture in pictures]
+                planned = self.family.image([p for _, p in pictures], self.config, settings)
                 plans |= zip((i for i, _ in pictures), planned, strict=True)
         except UnsupportedSize as error:
             error.item = pictures[error.item][0]
@@ -97,14 +98,20 @@ class Checkpoint:
             except UnsupportedSize as error:
                 error.item = i
                 raise
-        return [plans[i] for i in range(len(media))]
+        looks = [AS_SET if isinstance(medium, Recording) else self.family.heeded(medium.look) for medium in media]
+        return [plans[i] if look == AS_SET else replace(plans[i], look=look) for i, look in enumerate(looks)]
+
+    def _settings_for(self, modality: Modality, look: Look) -> Mapping[str, Any]:
+        """The processor's, with what is set otherwise for who looks so."""
+        own, look = self.settings[modality], self.family.heeded(look)
+        return own if look == AS_SET else {**own, **(self.family.low or {} if look.low else {}), "look": look}
 
     def _plan_timed(self, medium: Recording | Clip, sampling: Sampling) -> ItemPlan:
         if isinstance(medium, Recording):
             assert self.family.audio is not None, f"{self.family.model_type} takes no audio"
             return self.family.audio(medium.samples, self.config, self.settings[Modality.AUDIO])
         assert self.family.video is not None, f"{self.family.model_type} takes no video"
-        return self.family.video(medium, sampling, self.config, self.settings[Modality.VIDEO])
+        return self.family.video(medium, sampling, self.config, self._settings_for(Modality.VIDEO, medium.look))
 
     def plan_image(self, width: int, height: int) -> ItemPlan:
         """Tokens of an image of this size, turned as EXIF says, that is the only one of its request.

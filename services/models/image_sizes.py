@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.models.media import Grid, ItemPlan, Modality, Picture
+from services.models.media import AS_SET, Grid, ItemPlan, Look, Modality, Picture
 
 MAX_ASPECT = 200
-Settings = Mapping[str, Any]
-ImageScheme = Callable[[Sequence[Picture], Settings, Settings], list[ItemPlan]]  # all pictures of a request, config, processor
+LOW_PIXELS = 512 * 512  # of a picture at low detail, in families that take any size
+Settings = Mapping[str, Any]  # under "look", a processor's may hold how closely the medium is looked at
+# All pictures of a request, config, processor of each picture.
+ImageScheme = Callable[[Sequence[Picture], Settings, Sequence[Settings]], list[ItemPlan]]
 
 
 class UnsupportedSize(ValueError):
@@ -28,10 +30,10 @@ class UnsupportedSize(ValueError):
 def each(scheme: Callable[[int, int, Settings, Settings], ItemPlan]) -> ImageScheme:
     """A scheme for a request whose pictures do not depend on one another."""
 
-    def plan_all(pictures: Sequence[Picture], config: Settings, processor: Settings) -> list[ItemPlan]:
+    def plan_all(pictures: Sequence[Picture], config: Settings, processors: Sequence[Settings]) -> list[ItemPlan]:
         plans: list[ItemPlan] = []
         try:
-            for picture in pictures:
+            for picture, processor in zip(pictures, processors, strict=True):
                 plans.append(scheme(picture.width, picture.height, config, processor))
         except UnsupportedSize as error:
             error.item = len(plans)
@@ -59,13 +61,27 @@ def qwen_smart_resize(width: int, height: int, config: Settings, processor: Sett
     return ItemPlan(Modality.IMAGE, patches // merge**2, grid, patches)
 
 
+def look_of(processor: Settings) -> Look:
+    """How closely the medium is looked at."""
+    look: Look = processor.get("look", AS_SET)
+    return look
+
+
 def pixel_bounds(processor: Settings, low: int, high: int) -> tuple[int, int]:
     """Least and most pixels after resizing, with the class's defaults; older files have keys of their own for them."""
     size = processor.get("size") or {}
-    return (
-        int(processor.get("min_pixels") or size.get("shortest_edge") or low),
-        int(processor.get("max_pixels") or size.get("longest_edge") or high),
-    )
+    low = int(processor.get("min_pixels") or size.get("shortest_edge") or low)
+    high = int(processor.get("max_pixels") or size.get("longest_edge") or high)
+    return looked_at(look_of(processor), low, high)
+
+
+def looked_at(look: Look, low: int, high: int) -> tuple[int, int]:
+    """Least and most pixels, where the processor's own are ``low`` and ``high``. The most counts where the two contradict."""
+    if look == AS_SET:
+        return low, high
+    high = look.max_pixels or max(high, look.min_pixels or 0)
+    high = min(high, LOW_PIXELS) if look.low else high
+    return min(look.min_pixels or low, high), high
 
 
 def smart_resize(width: int, height: int, factor: int, low: int, high: int) -> tuple[int, int]:

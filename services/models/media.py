@@ -29,11 +29,30 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Look:
+    """How closely a picture or a video is looked at, where a caller says so.
+
+    Attributes:
+        low: with few tokens; see ``Family.low``.
+        min_pixels: a picture or frame is enlarged to at least so many, as far as its shape allows; None: as the files say.
+        max_pixels: and made smaller to at most so many.
+    """
+
+    low: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+AS_SET = Look()  # as the checkpoint's files say
+
+
+@dataclass(frozen=True)
 class Picture:
-    """A still picture's size in pixels, turned as EXIF says."""
+    """A still picture's size in pixels, turned as EXIF says, and how closely it is looked at."""
 
     width: int
     height: int
+    look: Look = AS_SET
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,7 @@ class Clip:
         frames: how many there are, at least one.
         fps: frames a second, on average.
         times: when each frame is shown, in seconds from the first; empty where the rate is constant.
+        look: how closely it is looked at.
     """
 
     width: int
@@ -59,6 +79,7 @@ class Clip:
     frames: int
     fps: float
     times: tuple[float, ...] = ()
+    look: Look = AS_SET
 
     def __post_init__(self) -> None:
         assert self.frames > 0 and self.fps > 0, f"{self.frames} frames at {self.fps} a second"
@@ -97,6 +118,7 @@ class ItemPlan:
         samples: of a recording, how many samples the model hears; the rest is cut off.
         whole_rows: of a pruned video, rows before pruning, which is what ``grid`` says; else 0.
         masked: of a picture, that some picture of the request is padded, where the tower sees all of them otherwise then.
+        look: how closely it is looked at, where the family heeds that.
     """
 
     modality: Modality
@@ -111,6 +133,7 @@ class ItemPlan:
     samples: int = 0
     whole_rows: int = 0
     masked: bool = False
+    look: Look = AS_SET
 
     @property
     def spelling(self) -> tuple[str | int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from services.models import audio_lengths, image_sizes, tiling, video_plans
 from services.models.audio_lengths import AudioScheme
 from services.models.image_sizes import ImageScheme, each
-from services.models.media import ALL_FRAMES, Modality, Sampling
+from services.models.media import ALL_FRAMES, Look, Modality, Sampling
 from services.models.video_plans import VideoScheme
 
 # Layer types that a packed, paged step can run; anything else keeps state that would mix across sequences.
@@ -56,6 +56,9 @@ class Family:
         positions_from_grid: positions depend on each item's grid (M-RoPE).
         prunes_video: rows of a video can be dropped, because it is a single run whose positions come from its grid.
         attention: which tokens of a prompt see later ones.
+        low: what its image processor is set to for a picture at low detail, which its schemes then heed; empty where they need
+            not be told. None: detail is of no effect, because every picture costs the same.
+        any_size: pictures and frames keep their shape and nearly their size, so that callers may bound their pixels.
         token_types: name of the argument that tells media tokens from text, where attention is not causal.
         cross: rows are read by cross-attention layers instead of standing in the prompt.
     """
@@ -75,6 +78,8 @@ class Family:
     positions_from_grid: bool = False
     prunes_video: bool = False
     attention: Attention = Attention.CAUSAL
+    low: Mapping[str, Any] | None = None
+    any_size: bool = False
     token_types: str = "token_type_ids"
     cross: bool = False
 
@@ -82,6 +87,11 @@ class Family:
     def modalities(self) -> tuple[Modality, ...]:
         """What it takes besides text."""
         return tuple(self.placeholders)
+
+    def heeded(self, look: Look) -> Look:
+        """What of ``look`` makes a difference."""
+        limits = (look.min_pixels, look.max_pixels) if self.any_size else (None, None)
+        return Look(look.low and self.low is not None, *limits)
 
 
 _IMAGE, _VIDEO, _AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
@@ -101,6 +111,8 @@ FAMILIES: dict[str, Family] = {
             sampling=_TWO_A_SECOND,
             placeholders=_QWEN_VISION,
             towers=("visual",),
+            low={},
+            any_size=True,
             decoder="language_model",
             positions_from_grid=True,
             prunes_video=True,
@@ -113,6 +125,8 @@ FAMILIES: dict[str, Family] = {
             sampling=_TWO_A_SECOND,
             placeholders=_QWEN_VISION,
             towers=("visual",),
+            low={},
+            any_size=True,
             decoder="language_model",
             positions_from_grid=True,
             prunes_video=True,
@@ -125,6 +139,8 @@ FAMILIES: dict[str, Family] = {
             sampling=_TWO_A_SECOND,
             placeholders=_QWEN_VISION,
             towers=("visual",),
+            low={},
+            any_size=True,
             decoder="language_model",
             positions_from_grid=True,
         ),
@@ -137,6 +153,8 @@ FAMILIES: dict[str, Family] = {
             sampling=_TWO_A_SECOND,
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index", _AUDIO: "audio_token_index"},
             towers=("visual", "audio_tower"),
+            low={},
+            any_size=True,
             decoder="language_model",
             positions_from_grid=True,
             prunes_video=True,
@@ -155,6 +173,7 @@ FAMILIES: dict[str, Family] = {
             image=each(tiling.llava_next_anyres),
             placeholders={_IMAGE: "image_token_index"},
             towers=_VISION_TOWER,
+            low={},
             decoder="language_model",
         ),
         Family(
@@ -165,6 +184,7 @@ FAMILIES: dict[str, Family] = {
             sampling=Sampling(frames=32),
             placeholders={_IMAGE: "image_token_index", _VIDEO: "video_token_index"},
             towers=_VISION_TOWER,
+            low={},
             decoder="language_model",
         ),
         Family(
@@ -176,6 +196,7 @@ FAMILIES: dict[str, Family] = {
             placeholders={_IMAGE: "image_token_id", _VIDEO: "image_token_id"},
             written={_VIDEO: "video_token"},
             towers=_VISION_TOWER,
+            low={"min_patches": 1, "max_patches": 1},
             decoder="language_model",
         ),
         Family(
@@ -184,6 +205,7 @@ FAMILIES: dict[str, Family] = {
             image=each(tiling.idefics3_tiles),
             placeholders={_IMAGE: "image_token_id"},
             towers=_IDEFICS_TOWER,
+            low={"do_image_splitting": False},
             decoder="text_model",
         ),
         Family(
@@ -192,6 +214,7 @@ FAMILIES: dict[str, Family] = {
             image=each(tiling.idefics3_tiles),
             placeholders={_IMAGE: "image_token_id"},
             towers=_IDEFICS_TOWER,
+            low={"do_image_splitting": False},
             decoder="text_model",
         ),
         Family(
@@ -201,6 +224,7 @@ FAMILIES: dict[str, Family] = {
             placeholders={_IMAGE: "image_token_index"},
             written={_IMAGE: "boi_token"},
             towers=_VISION_TOWER,
+            low={"do_pan_and_scan": False},
             decoder="language_model",
             attention=Attention.IMAGE_SPANS,
         ),
@@ -210,6 +234,7 @@ FAMILIES: dict[str, Family] = {
             image=each(image_sizes.gemma4_resize),
             placeholders={_IMAGE: "image_token_id"},
             towers=("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
+            low={"max_soft_tokens": 70},
             decoder="language_model",
             attention=Attention.IMAGE_SPANS,
             token_types="mm_token_type_ids",
@@ -255,6 +280,7 @@ FAMILIES: dict[str, Family] = {
             image=tiling.phi4_crops,
             placeholders={_IMAGE: "vision_config.image_token_id"},
             towers=("embed_tokens_extend",),
+            low={"dynamic_hd": 1},
             language=("embed_tokens", "layers", "norm", "rotary_emb"),
         ),
         Family("llama", "LlamaForCausalLM"),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.models.image_sizes import Settings, UnsupportedSize, check_aspect, class_tokens, each
+from services.models.image_sizes import Settings, UnsupportedSize, check_aspect, class_tokens, each, look_of
 from services.models.media import Grid, ItemPlan, Modality, Picture
 
 IDEFICS_LONGEST = 4096  # pixels of a side, whatever the settings say
@@ -19,7 +19,7 @@ def llava_next_anyres(width: int, height: int, config: Settings, processor: Sett
     """LLaVA-NeXT: tiles of the best of some fixed resolutions without their padding, a newline a line, and the whole view.
 
     Source: Liu et al., "LLaVA-NeXT" (blog of 2024-01-30), and ``LlavaNextProcessor._get_number_of_features`` of
-    transformers 5.24.
+    transformers 5.24. At low detail there is one resolution, a single tile.
 
     Raises:
         UnsupportedSize: one side is more than 200 times the other, or too long for every resolution.
@@ -27,15 +27,17 @@ def llava_next_anyres(width: int, height: int, config: Settings, processor: Sett
     check_aspect(width, height)
     tile = _tile_side(processor, 336)
     side = tile // int(processor.get("patch_size") or config["vision_config"]["patch_size"])
-    down, across = _best_resolution(width, height, processor.get("image_grid_pinpoints") or config["image_grid_pinpoints"], tile)
+    resolutions = processor.get("image_grid_pinpoints") or config["image_grid_pinpoints"]
+    down, across = _best_resolution(width, height, [(tile, tile)] if look_of(processor).low else resolutions, tile)
     lines, columns = _without_padding(width, height, down * side, across * side)
     rows = side * side + lines * (columns + 1) + class_tokens(config, processor)
     tiles = 1 + down * across
     return ItemPlan(Modality.IMAGE, rows, Grid(1, 1, rows), tiles * (side * side + 1), tiles=tiles)
 
 
-def llava_onevision_anyres(pictures: Sequence[Picture], config: Settings, processor: Settings) -> list[ItemPlan]:
-    """LLaVA-OneVision: a picture that is alone is tiled and shrunk to some tiles' worth; of several each is one tile.
+def llava_onevision_anyres(pictures: Sequence[Picture], config: Settings, processors: Sequence[Settings]) -> list[ItemPlan]:
+    """LLaVA-OneVision: a picture that is alone is tiled and shrunk to some tiles' worth; of several each is one tile, and so
+    is one at low detail.
 
     Source: Li et al., "LLaVA-OneVision" (arXiv 2408.03326), and ``LlavaOnevisionProcessor.replace_image_token``
     of transformers 5.24; its own ``_get_num_multimodal_tokens`` does not know of several pictures.
@@ -43,10 +45,11 @@ def llava_onevision_anyres(pictures: Sequence[Picture], config: Settings, proces
     Raises:
         UnsupportedSize: one side is more than 200 times the other, or too long for every resolution.
     """
+    processor = processors[0]
+    if len(pictures) == 1 and not look_of(processor).low:
+        return each(_onevision_alone)(pictures, config, processors)
     view = int(processor["num_image_tokens"])
     dropped = int(processor.get("vision_feature_select_strategy") == "default")
-    if len(pictures) == 1:
-        return each(_onevision_alone)(pictures, config, processor)
     for item, picture in enumerate(pictures):
         try:
             check_aspect(picture.width, picture.height)
@@ -225,7 +228,7 @@ def mllama_tiles(width: int, height: int, config: Settings, processor: Settings)
     return ItemPlan(Modality.IMAGE, most * states, Grid(tiles, most, states), most * states, (1,), tiles)
 
 
-def phi4_crops(pictures: Sequence[Picture], config: Settings, processor: Settings) -> list[ItemPlan]:
+def phi4_crops(pictures: Sequence[Picture], config: Settings, processors: Sequence[Settings]) -> list[ItemPlan]:
     """Phi-4 multimodal: crops without the patches of their padding, a newline a line, a separator, the whole view.
 
     Source: "Phi-4-Mini Technical Report" (arXiv 2503.01743), and ``dynamic_preprocess`` in
@@ -235,7 +238,7 @@ def phi4_crops(pictures: Sequence[Picture], config: Settings, processor: Setting
     Raises:
         UnsupportedSize: one side is more than 200 times the other, or less than 10 pixels after scaling.
     """
-    plans = each(_phi4_picture)(pictures, config, processor)
+    plans = each(_phi4_picture)(pictures, config, processors)
     masked = any(plan.masked for plan in plans)
     return [replace(plan, masked=masked) for plan in plans]
 

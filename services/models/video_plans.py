@@ -13,8 +13,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.models.image_sizes import Settings, check_aspect, pixel_bounds, smart_resize
-from services.models.media import ALL_FRAMES, Clip, Grid, ItemPlan, Modality, Sampling
+from services.models.image_sizes import Settings, check_aspect, look_of, pixel_bounds, smart_resize
+from services.models.media import ALL_FRAMES, Clip, Grid, ItemPlan, Look, Modality, Sampling
 
 VideoScheme = Callable[[Clip, Sampling, Settings, Settings], ItemPlan]  # clip, which frames, config, video processor
 OMNI_PIXELS = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
@@ -82,7 +82,8 @@ def omni_video(clip: Clip, sampling: Sampling, config: Settings, processor: Sett
 
 
 def qwen3_video(clip: Clip, sampling: Sampling, config: Settings, processor: Settings) -> ItemPlan:
-    """Qwen3-VL: pixels are bounded over all frames together, and the time of each pair of frames is written before it.
+    """Qwen3-VL: pixels are bounded over all frames together, and the time of each pair of frames is written before it. What a
+    caller bounds is a frame.
 
     Source: "Qwen3-VL Technical Report" (arXiv 2511.21631), ``Qwen3VLVideoProcessor`` and
     ``Qwen3VLProcessor.replace_video_token`` of transformers 5.24. A single frame is taken twice; the processor refuses it.
@@ -94,7 +95,8 @@ def qwen3_video(clip: Clip, sampling: Sampling, config: Settings, processor: Set
     indices = _choose(clip, sampling, lambda: _qwen3_indices(clip, sampling, processor))
     indices += indices[-1:] * (pair - len(indices))
     patch, merge = int(processor.get("patch_size", 16)), int(processor.get("merge_size", 2))
-    low, high = pixel_bounds(processor, 128 * 32 * 32, 32 * 32 * 768)
+    together = {**processor, "look": of_all_frames(look_of(processor), len(indices))}
+    low, high = pixel_bounds(together, 128 * 32 * 32, 32 * 32 * 768)
     if processor.get("cap_pixels_per_frame"):
         most = int(processor.get("max_video_tokens", 768)) * (patch * merge) ** 2
         high = max(min(most, high // len(indices)), int(low * 1.05)) * len(indices)
@@ -108,6 +110,12 @@ def qwen3_video(clip: Clip, sampling: Sampling, config: Settings, processor: Set
         middle = (shown[first] + shown[first + pair - 1]) / 2
         runs += [f"{end if first else ''}<{middle:.1f} seconds>{start}", plan.rows // grid.t]
     return replace(plan, runs=(*runs, end))
+
+
+def of_all_frames(look: Look, frames: int) -> Look:
+    """The same, where bounds count the pixels of all frames."""
+    low, high = look.min_pixels, look.max_pixels
+    return replace(look, min_pixels=low and low * frames, max_pixels=high and high * frames)
 
 
 def _qwen3_indices(clip: Clip, sampling: Sampling, processor: Settings) -> list[int]:

@@ -226,6 +226,21 @@ def test_phi4_pictures_depend_on_whether_one_of_the_request_is_padded(load: Call
     assert close(rows[0][0], rows[1][0]) and close(rows[0][0], rows[3][1]) and not close(rows[0][0], rows[2][0])
 
 
+LOW = [f.model_type for f in FAMILIES.values() if f.low is not None]
+
+
+@pytest.mark.parametrize("family", LOW)
+def test_rows_at_low_detail_are_as_planned(family: str, load: Callable[[str], Half]) -> None:
+    """Among pictures that are looked at as the files say, whose rows they do not change."""
+    half, pixels = load(family), np.random.default_rng(3).integers(0, 256, (520, 700, 3), dtype=np.uint8)
+    low, usual = (half.checkpoint.plan([media.Picture(700, 520, look)])[0] for look in (media.Look(low=True), media.AS_SET))
+    prepared = [half.preprocess(pixels, plan) for plan in (low, usual, low)]
+    first, second, third = half.towers.encode(prepared)
+    assert [len(rows[0]) for rows in (first, second, third)] == [low.rows, usual.rows, low.rows]
+    assert close(first, third) and close(second, half.towers.encode([half.preprocess(pixels, usual)])[0])
+    assert [item.grid for item in prepared] == [low.grid, usual.grid, low.grid]
+
+
 def test_gemma3_crops_where_its_files_say_so(load: Callable[[str], Half]) -> None:
     """Alone the image processor honours the setting, which the whole processor overrides."""
     half = load("gemma3")

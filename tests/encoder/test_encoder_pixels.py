@@ -19,7 +19,7 @@ from services.encoder.pixels import copying_nothing, view
 from services.encoder.preprocess import Preprocessor
 from services.models.checkpoint import open_checkpoint
 from services.models.hf import transformers
-from services.models.media import ALL_FRAMES, Clip, Grid, ItemPlan, Modality, Recording
+from services.models.media import ALL_FRAMES, Clip, Grid, ItemPlan, Look, Modality, Picture, Recording
 from services.models.registry import FAMILIES
 from services.models.video_plans import OMNI_PIXELS
 
@@ -84,6 +84,71 @@ def test_pictures(family: str, checkpoint_dir: Directory) -> None:
         pixels, several = photo(width, height), ItemPlan(Modality.IMAGE, 1, Grid(1, 1, 1), 1, tiles=2)
         made = prepare(copying_nothing(type(stock)()), view(pixels), several)
         same(made, usual(images=[Image.fromarray(pixels)], return_tensors="pt", **FORCED.get(family, {})))
+
+
+def bounds(stock: Any, look: Look) -> dict[str, Any]:
+    low, high = look.min_pixels or stock.size["shortest_edge"], look.max_pixels or stock.size["longest_edge"]
+    return {"size": {"shortest_edge": min(low, high), "longest_edge": high}}
+
+
+LOW: dict[str, dict[str, Any]] = {  # what the stock processor is told for a picture at low detail
+    **{family: {"size": {"shortest_edge": 56 * 56, "longest_edge": 512 * 512}} for family in ("qwen2_vl", "qwen2_5_vl")},
+    "qwen3_vl": {"size": {"shortest_edge": 256 * 256, "longest_edge": 512 * 512}},
+    "llava_next": {"image_grid_pinpoints": [[112, 112]]},
+    "internvl": {"max_patches": 1},
+    "smolvlm": {"do_image_splitting": False},
+    "idefics3": {"do_image_splitting": False},
+    "gemma3": {"do_pan_and_scan": False},
+    "gemma4": {"max_soft_tokens": 70},
+    "phi4_multimodal": {"dynamic_hd": 1},
+}
+
+
+@pytest.mark.parametrize("family", LOW)
+def test_pictures_at_low_detail(family: str, checkpoint_dir: Directory) -> None:
+    checkpoint = open_checkpoint(str(checkpoint_dir(family)))
+    own = Preprocessor(checkpoint, [Modality.IMAGE])
+    stock = transformers.AutoImageProcessor.from_pretrained(checkpoint.path)
+    for width, height in LARGE:
+        pixels = photo(width, height)
+        (plan,) = checkpoint.plan([Picture(width, height, Look(low=True))])
+        prepared = own(pixels, plan)
+        settings = FORCED.get(family, {}) | LOW[family]
+        same(
+            {name: tensor for name, tensor in prepared.inputs.items() if name != "one_tile"},
+            stock(images=[Image.fromarray(pixels)], return_tensors="pt", **settings),
+        )
+        assert prepared.grid == plan.grid
+
+
+@pytest.mark.parametrize("look", [Look(max_pixels=90_000), Look(min_pixels=900_000), Look(min_pixels=5000, max_pixels=9000)])
+@pytest.mark.parametrize("family", [family for family in IMAGES if FAMILIES[family].any_size])
+def test_bounds_of_pixels(family: str, look: Look, checkpoint_dir: Directory) -> None:
+    """Of a picture, and of each frame of a video."""
+    checkpoint = open_checkpoint(str(checkpoint_dir(family)))
+    own = Preprocessor(checkpoint, [Modality.IMAGE, Modality.VIDEO])
+    picture, video = (
+        kind.from_pretrained(checkpoint.path) for kind in (transformers.AutoImageProcessor, transformers.AutoVideoProcessor)
+    )
+    pixels = photo(640, 480)
+    (plan,) = checkpoint.plan([Picture(640, 480, look)])
+    prepared = own(pixels, plan)
+    same(prepared.inputs, picture(images=[Image.fromarray(pixels)], return_tensors="pt", **bounds(picture, look)))
+    assert prepared.grid == plan.grid
+    frames = np.stack([photo(320, 240, index) for index in range(4)])
+    (plan,) = checkpoint.plan([Clip(320, 240, 4, 2.0, look=look)], ALL_FRAMES)
+    prepared = own(frames, plan)
+    assert prepared.grid == plan.grid and plan.look == look
+    together = 4 if family == "qwen3_vl" else 1
+    if look.max_pixels:
+        low = (look.min_pixels or 0) * together or video.size["shortest_edge"]
+        high = look.max_pixels * together
+        size = {"shortest_edge": min(low, high), "longest_edge": high}
+        if family != "qwen2_5_omni_thinker" or look.min_pixels:
+            theirs = video(
+                videos=[frames], do_sample_frames=False, input_data_format="channels_last", return_tensors="pt", size=size
+            )
+            same(prepared.inputs, theirs)
 
 
 @pytest.mark.usefixtures("numbers")

@@ -37,14 +37,16 @@ def clips(seed: str, count: int, longest: int) -> Iterator[Clip]:
             yield Clip(width, height, round(longest ** dice.uniform(0.1, 1)) + 1, dice.choice(RATES))
 
 
-def prepare(processor: Any, clip: Clip, sampling: Sampling) -> tuple[Any, str]:
+def prepare(processor: Any, clip: Clip, sampling: Sampling, **settings: Any) -> tuple[Any, str]:
     """What the processor makes of a clip whose frames it samples itself, and what it writes for it."""
     blank = torch.empty((clip.frames, 3, clip.height, clip.width), dtype=torch.uint8, device="meta")
     facts = dict(fps=clip.fps, total_num_frames=clip.frames, duration=clip.frames / clip.fps)
     facts["frames_indices"] = list(range(clip.frames))
     chosen = processor._merge_kwargs()
     own = dict(video_metadata=[facts], do_sample_frames=sampling != ALL_FRAMES, return_metadata=True)
-    chosen["videos_kwargs"] |= own | {"fps": sampling.fps, "num_frames": sampling.frames, "input_data_format": "channels_first"}
+    chosen["videos_kwargs"] |= (
+        own | {"fps": sampling.fps, "num_frames": sampling.frames, "input_data_format": "channels_first"} | settings
+    )
     flat = {} if "Omni" in type(processor).__name__ else chosen.pop("videos_kwargs")
     inputs, [text] = processor._process_videos([blank], **(flat or chosen))
     return inputs, text
@@ -71,8 +73,8 @@ def same_frames(family: str, clip: Clip, ours: tuple[int, ...], theirs: list[int
     return False
 
 
-def check(family: str, checkpoint: Checkpoint, processor: Any, clip: Clip, sampling: Sampling) -> None:
-    inputs, text = prepare(processor, clip, sampling)
+def check(family: str, checkpoint: Checkpoint, processor: Any, clip: Clip, sampling: Sampling, **settings: Any) -> None:
+    inputs, text = prepare(processor, clip, sampling, **settings)
     [plan] = checkpoint.plan([clip], sampling)
     theirs = [int(i) for i in inputs["video_metadata"][0].frames_indices]
     if family == "qwen3_vl":

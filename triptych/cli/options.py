@@ -1,6 +1,7 @@
 """Arguments that several commands take."""
 
 import argparse
+from dataclasses import replace
 from functools import partial
 
 from triptych import content
@@ -16,7 +17,7 @@ def add_address(parser: argparse.ArgumentParser, *, timeout: float = DEFAULT_TIM
 
 
 def add_conversation(parser: argparse.ArgumentParser) -> None:
-    """--image, --audio and --video, which keep their order among each other, --model, --system and --max-tokens."""
+    """--image, --audio and --video, which keep their order among each other, --detail, --model, --system and --max-tokens."""
     for modality in _READERS:
         parser.add_argument(
             f"--{modality}",
@@ -26,6 +27,9 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
             type=partial(_item, modality),
             help=f"{modality} file or URL; may be repeated",
         )
+    parser.add_argument(
+        "--detail", choices=["auto", "low", "high"], default="auto", help="how closely to look at images (%(default)s)"
+    )
     parser.add_argument("--model", default="default", help="a served model's name (the served model)")
     parser.add_argument("--system", metavar="TEXT", help="instructions to the model")
     parser.add_argument("--max-tokens", metavar="N", type=int, help="most tokens to generate (the model's own limit)")
@@ -38,6 +42,7 @@ def messages(args: argparse.Namespace) -> list[content.Message]:
         MediaFileError: a file is missing, empty or unreadable.
     """
     media = [_READERS[modality](source) for modality, source in args.media or ()]
+    media = [replace(item, detail=args.detail) if item.modality == "image" else item for item in media]
     question = [] if args.question is None else [args.question]
     instructions = [] if args.system is None else [content.system(args.system)]
     return [*instructions, content.user(*media, *question)]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from services.encoder.features import FIRST_EXTENT, Inputs, Levels, Scheme
-from services.encoder.pixels import patches
+from services.encoder.pixels import bounded, patches
 from services.models.media import Grid, ItemPlan
+from services.models.registry import FAMILIES
 
 _GEMMA3_CROPS = {  # where published files say null; the processor's own arithmetic needs numbers
     "do_pan_and_scan": False,
@@ -19,11 +20,16 @@ _GEMMA3_CROPS = {  # where published files say null; the processor's own arithme
 }
 
 
-def _processed(*names: str, **settings: Any) -> Callable[[Any, Any, ItemPlan], Inputs]:
+def _low(family: str, plan: ItemPlan) -> dict[str, Any]:
+    """What the processor is set to for this picture, beside its own settings."""
+    return dict(FAMILIES[family].low or {}) if plan.look.low else {}
+
+
+def _processed(*names: str, family: str = "", **settings: Any) -> Callable[[Any, Any, ItemPlan], Inputs]:
     """What the processor makes of a picture, with settings that the family's whole processor forces."""
 
     def prepare(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
-        output = processor(images=[picture], return_tensors="pt", **settings)
+        output = processor(images=[picture], return_tensors="pt", **settings, **(_low(family, plan) if family else {}))
         return {name: output[name] for name in names}
 
     return prepare
@@ -34,7 +40,7 @@ def _qwen(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     frames = picture[None]
     if processor.do_resize:
         factor = processor.patch_size * processor.merge_size
-        frames = processor.resize(frames, processor.size, processor.resample, factor)
+        frames = processor.resize(frames, bounded(processor.size, plan.look), processor.resample, factor)
     pixels, grid = patches(processor, frames)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[grid.t, grid.h, grid.w]])}
 
@@ -72,12 +78,34 @@ def _pixel_grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> Gr
 
 
 def _llava_next(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
-    output = processor(images=[picture], do_pad=True, return_tensors="pt")
-    return {"pixel_values": output["pixel_values"][0], "image_sizes": output["image_sizes"]}  # [tiles, ...], [1, 2]
+    """At low detail, ``one_tile`` is there: only its name matters, it keeps such items together."""
+    low = {"image_grid_pinpoints": one_tile(processor)} if plan.look.low else {}
+    output = processor(images=[picture], do_pad=True, return_tensors="pt", **low)
+    inputs = {"pixel_values": output["pixel_values"][0], "image_sizes": output["image_sizes"]}  # [tiles, ...], [1, 2]
+    return {**inputs, "one_tile": torch.tensor(low["image_grid_pinpoints"])} if low else inputs  # [1, 2]
+
+
+def one_tile(processor: Any) -> list[list[int]]:
+    """The only resolution at low detail."""
+    return [[processor.crop_size.height, processor.crop_size.width]]
+
+
+def _llava_next_features(base: Any, inputs: Inputs) -> Levels:
+    """The model counts tiles by its own resolutions, which are others for the call."""
+    resolutions, low = base.config.image_grid_pinpoints, inputs.get("one_tile")
+    given = {name: tensor for name, tensor in inputs.items() if name != "one_tile"}
+    if low is None:
+        return picture_features(base, given)
+    base.config.image_grid_pinpoints = low[:1].tolist()
+    try:
+        return picture_features(base, given)
+    finally:
+        base.config.image_grid_pinpoints = resolutions
 
 
 def _llava_onevision(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
-    """A picture that is alone in its request is tiled, so that it has two tiles at least; one of several is a single tile.
+    """A picture that is alone in its request is tiled, so that it has two tiles at least; one of several is a single tile, and
+    so is one at low detail.
 
     The processor tells them apart by how many stand in a list, the model by ``batch_num_images``, where anything but 1 means
     several. Here a speck stands for the others and is dropped again.
@@ -91,7 +119,7 @@ def _llava_onevision(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> I
 
 def _idefics3(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """Tiles as if each were a request of its own, so that each becomes an entry."""
-    output = processor(images=[picture], return_tensors="pt")
+    output = processor(images=[picture], return_tensors="pt", **_low("idefics3", plan))
     pixels, mask = output["pixel_values"][0], output["pixel_attention_mask"][0].bool()
     return {"pixel_values": pixels.unsqueeze(1), "pixel_attention_mask": mask.unsqueeze(1)}  # [tiles, 1, ...]
 
@@ -100,6 +128,7 @@ def _gemma3(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """Views: the whole picture, then its crops. Crops are cut where the files say so, which the whole processor overrides."""
     said = {name: getattr(processor, name, None) for name in _GEMMA3_CROPS}
     settings = {name: _GEMMA3_CROPS[name] if value is None else value for name, value in said.items()}
+    settings |= _low("gemma3", plan)
     output = processor(images=[picture], return_tensors="pt", do_convert_rgb=True, **settings)
     return {"pixel_values": output["pixel_values"]}  # [views, channels, height, width]
 
@@ -117,7 +146,7 @@ def _mllama_grid(inputs: Inputs, plan: ItemPlan, config: Mapping[str, Any]) -> G
 
 def _phi4(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     """``causal`` is there where no picture of the request is padded: only its name matters, it keeps such items together."""
-    output = processor(images=[picture], return_tensors="pt")
+    output = processor(images=[picture], return_tensors="pt", **_low("phi4_multimodal", plan))
     inputs = {name: output[name] for name in ("image_pixel_values", "image_sizes", "num_img_tokens")}
     # whole numbers: the model counts lines and columns by its sum, which half precision would round
     mask = inputs["image_attention_mask"] = output["image_attention_mask"].long()  # [1, crops, lines, columns]
@@ -153,13 +182,15 @@ IMAGES = {
     "qwen3_vl": _QWEN,
     "qwen2_5_omni_thinker": _QWEN,
     "llava": Scheme(_processed("pixel_values"), picture_features, _pixel_grid),
-    "llava_next": Scheme(_llava_next, picture_features),
+    "llava_next": Scheme(_llava_next, _llava_next_features),
     "llava_onevision": Scheme(_llava_onevision, picture_features),
-    "internvl": Scheme(_processed("pixel_values", crop_to_patches=True), picture_features, entries=tiles_of, cut=FIRST_EXTENT),
+    "internvl": Scheme(
+        _processed("pixel_values", family="internvl", crop_to_patches=True), picture_features, entries=tiles_of, cut=FIRST_EXTENT
+    ),
     "smolvlm": _IDEFICS3,
     "idefics3": _IDEFICS3,
     "gemma3": Scheme(_gemma3, picture_features, tile_grid, tiles_of, FIRST_EXTENT),
-    "gemma4": Scheme(_processed("pixel_values", "image_position_ids"), picture_features),
+    "gemma4": Scheme(_processed("pixel_values", "image_position_ids", family="gemma4"), picture_features),
     "paligemma": Scheme(_processed("pixel_values"), picture_features),
     "mllama": Scheme(_processed("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"), _mllama_features, _mllama_grid),
     "phi4_multimodal": Scheme(_phi4, _phi4_features),

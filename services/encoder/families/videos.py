@@ -12,10 +12,10 @@ import torch
 
 from services.encoder.families.images import patch_grid, picture_features, tile_grid, tiles_of
 from services.encoder.features import FIRST_EXTENT, Cut, Inputs, Levels, Scheme
-from services.encoder.pixels import patches
+from services.encoder.pixels import bounded, patches
 from services.models.hf import transformers
 from services.models.media import ItemPlan
-from services.models.video_plans import OMNI_PIXELS
+from services.models.video_plans import OMNI_PIXELS, of_all_frames
 
 
 def _processed(processor: Any, frames: torch.Tensor) -> Inputs:
@@ -23,14 +23,19 @@ def _processed(processor: Any, frames: torch.Tensor) -> Inputs:
     return inputs
 
 
-def _qwen(processor: Any, frames: torch.Tensor, plan: ItemPlan, size: Any = None) -> Inputs:
+def _qwen(processor: Any, frames: torch.Tensor, plan: ItemPlan, size: Any = None, together: bool = False) -> Inputs:
+    """``together`` says that the processor bounds the pixels of all frames."""
     if processor.do_resize:
         factor, pair = processor.patch_size * processor.merge_size, processor.temporal_patch_size
         cap = bool(getattr(processor, "cap_pixels_per_frame", None))  # not said: off, as the plan has it
-        size = size or processor.size
+        size = bounded(size or processor.size, of_all_frames(plan.look, len(frames)) if together else plan.look)
         (frames,) = processor.resize(frames[None], size, processor.resample, factor, pair, cap_pixels_per_frame=cap)
     pixels, grid = patches(processor, frames)
     return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[grid.t, grid.h, grid.w]])}
+
+
+def _qwen3(processor: Any, frames: torch.Tensor, plan: ItemPlan) -> Inputs:
+    return _qwen(processor, frames, plan, together=True)
 
 
 def _omni(processor: Any, frames: torch.Tensor, plan: ItemPlan) -> Inputs:
@@ -86,7 +91,7 @@ _QWEN = Scheme(_qwen, _video_features, patch_grid("video_grid_thw"), cut=_QWEN_C
 VIDEOS = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
+    "qwen3_vl": Scheme(_qwen3, _video_features, patch_grid("video_grid_thw"), cut=_QWEN_CUT),
     "qwen2_5_omni_thinker": Scheme(_omni, _video_features, patch_grid("video_grid_thw"), cut=_QWEN_CUT),
     "llava_onevision": Scheme(_llava_onevision, _llava_onevision_features, cut=Cut(_frames, _take_frames)),
     "internvl": Scheme(_internvl, picture_features, tile_grid, tiles_of, FIRST_EXTENT),
