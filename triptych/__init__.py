@@ -10,11 +10,16 @@ from triptych import errors
 from triptych.aio import AsyncClient, AsyncStream
 from triptych.answer import ChatResult, Delta
 from triptych.client import Client, Stream
-from triptych.content import MediaPart, assistant, audio, image, system, user, video
+from triptych.content import MediaPart, Page, assistant, audio, image, page, system, user, video
+from triptych.pages import PageAnswer, Pages
+from triptych.pages_aio import AsyncPageAnswer, AsyncPages
+from triptych.pdf import Pdf, pdf
 from triptych.reports import Cost, Estimate, Load, MediaEstimate, Model, PromptTokens, StageTimes, Usage
 
 __all__ = [
     "AsyncClient",
+    "AsyncPageAnswer",
+    "AsyncPages",
     "AsyncStream",
     "ChatResult",
     "Client",
@@ -25,6 +30,10 @@ __all__ = [
     "MediaEstimate",
     "MediaPart",
     "Model",
+    "Page",
+    "PageAnswer",
+    "Pages",
+    "Pdf",
     "PromptTokens",
     "StageTimes",
     "Stream",
@@ -33,6 +42,8 @@ __all__ = [
     "audio",
     "errors",
     "image",
+    "page",
+    "pdf",
     "system",
     "user",
     "video",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
@@ -13,11 +13,12 @@ from triptych import health
 from triptych.answer import ChatResult, Delta
 from triptych.attempts import Attempts
 from triptych.base import CHANNEL_OPTIONS, CHAT_SERVICE, ClientBase, StreamBase
-from triptych.content import Messages
+from triptych.content import Messages, PageParts
 from triptych.gateway.v1 import gateway_pb2
 from triptych.gateway.v1.gateway_pb2_grpc import ChatServiceStub
+from triptych.pages_aio import AsyncPages
 from triptych.reports import Estimate, Load, Model
-from triptych.request import Options
+from triptych.request import Options, PagesOptions
 
 if TYPE_CHECKING:
     from triptych.gateway.v1.gateway_pb2_grpc import ChatServiceAsyncStub
@@ -90,6 +91,12 @@ class AsyncClient(ClientBase):
     def stream(self, messages: Messages, **options: Unpack[Options]) -> AsyncStream:
         """As `chat`, read as it is made: `async with client.stream(...) as s: async for delta in s: ...`"""
         return AsyncStream(self._stub.Chat, *self._prepare(gateway_pb2.ChatRequest, messages, options))
+
+    def pages(
+        self, question: str, pages: Iterable[PageParts] | AsyncIterable[PageParts], **options: Unpack[PagesOptions]
+    ) -> AsyncPages:
+        """Asks one question of every page; the arguments are those of `Client.pages`, and `pages` may be asynchronous."""
+        return AsyncPages(self._stub.ChatPages, pages, *self._prepare_pages(question, options))
 
     async def estimate(self, messages: Messages, **options: Unpack[Options]) -> Estimate:
         """Counts tokens and cost without running a model; the arguments are those of `chat`."""

@@ -6,10 +6,11 @@ from triptych.answer import Answer, ChatResult
 from triptych.attempts import Attempts
 from triptych.content import Messages
 from triptych.gateway.v1 import gateway_pb2
-from triptych.request import MAX_MESSAGE_BYTES, Options, Request, build
+from triptych.request import MAX_MESSAGE_BYTES, Options, PagesOptions, Request, build, build_start
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 DEFAULT_TIMEOUT = 120.0
+PAGES_TIMEOUT = 3600.0
 CHAT_SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["ChatService"].full_name
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -55,6 +56,11 @@ class ClientBase:
     def _prepare(self, kind: type[Request], messages: Messages, options: Options) -> tuple[Request, Attempts]:
         request = build(kind, messages, options)
         return request, self._attempts(options.get("timeout"), options.get("request_id"))
+
+    def _prepare_pages(self, question: str, options: PagesOptions) -> tuple[gateway_pb2.ChatPagesRequest, Attempts]:
+        timeout = options.get("timeout")
+        attempts = self._attempts(PAGES_TIMEOUT if timeout is None else timeout, options.get("request_id"))
+        return build_start(question, options), attempts
 
 
 class StreamBase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
@@ -13,11 +13,12 @@ from triptych import health
 from triptych.answer import ChatResult, Delta
 from triptych.attempts import Attempts
 from triptych.base import CHANNEL_OPTIONS, CHAT_SERVICE, ClientBase, StreamBase
-from triptych.content import Messages
+from triptych.content import Messages, PageParts
 from triptych.gateway.v1 import gateway_pb2
 from triptych.gateway.v1.gateway_pb2_grpc import ChatServiceStub
+from triptych.pages import Pages
 from triptych.reports import Estimate, Load, Model
-from triptych.request import Options
+from triptych.request import Options, PagesOptions
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -97,6 +98,16 @@ class Client(ClientBase):
     def stream(self, messages: Messages, **options: Unpack[Options]) -> Stream:
         """As `chat`, but the answer is read as it is made: `with client.stream(...) as s: for delta in s: ...`"""
         return Stream(self._stub.Chat, *self._prepare(gateway_pb2.ChatRequest, messages, options))
+
+    def pages(self, question: str, pages: Iterable[PageParts], **options: Unpack[PagesOptions]) -> Pages:
+        """Asks one question of every page of a document or segment of a video: `with client.pages(...) as answers:`
+
+        Args:
+            question: comes after each page.
+            pages: media items, texts, lists of parts or `triptych.page(...)`, taken one by one when it is their turn.
+            options: max_tokens, messages, remember, timeout, ...: see `PagesOptions`.
+        """
+        return Pages(self._stub.ChatPages, pages, *self._prepare_pages(question, options))
 
     def estimate(self, messages: Messages, **options: Unpack[Options]) -> Estimate:
         """Counts tokens and cost without running a model; the arguments are those of `chat`."""

@@ -131,6 +131,7 @@ class StreamTruncated(TriptychError):
     code = grpc.StatusCode.DATA_LOSS
 
 
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _BY_CODE = {cls.code: cls for cls in TriptychError.__subclasses__()}
 _BY_REASON: dict[str, type[TriptychError]] = {"CONTEXT_LENGTH_EXCEEDED": ContextLengthExceeded}
 
@@ -179,12 +180,19 @@ def _decode(status: error_pb2.ErrorStatus) -> Details:
 
 def from_rpc_error(error: grpc.RpcError, *, request_id: str = "", message: str = "") -> TriptychError:
     """The typed error for a failed call; `message` replaces the text of one that no service of ours explained."""
-    code, details = error.code(), decode_details(error)
-    if details is None:
-        details = Details(message=message)
+    details = decode_details(error) or Details(message=message or error.details() or "")
+    return _typed(error.code(), details, request_id)
+
+
+def from_status(status: error_pb2.ErrorStatus) -> TriptychError:
+    """The typed error that a service sent in a message of its own."""
+    return _typed(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), _decode(status), "")
+
+
+def _typed(code: grpc.StatusCode, details: Details, request_id: str) -> TriptychError:
     cls = _BY_REASON.get(details.reason) or _BY_CODE.get(code, TriptychError)
     return cls(
-        details.message or error.details() or code.name,
+        details.message or code.name,
         code=code,
         request_id=details.request_id or request_id,
         reason=details.reason,

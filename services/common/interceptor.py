@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import grpc
 
@@ -52,15 +52,16 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith(_ALWAYS):
             return handler
-        if handler.unary_stream is not None:
-            streaming = cast(Callable[..., AsyncIterator[Any]], handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(
-                self._streaming(method, streaming), handler.request_deserializer, handler.response_serializer
-            )
-        assert handler.unary_unary is not None, f"{method}: client streaming has no wrapper yet"
-        return grpc.unary_unary_rpc_method_handler(
-            self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
-        )
+        # What a handler is given, one request or an iterator of them, goes through as it is.
+        given: Any = handler  # its fields are typed for servers with threads
+        coders = handler.request_deserializer, handler.response_serializer
+        if handler.response_streaming:
+            streaming = self._streaming(method, given.stream_stream or given.unary_stream)
+            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+            return make(streaming, *coders)
+        unary = self._unary(method, given.stream_unary or given.unary_unary)
+        make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        return make(unary, *coders)
 
     def _unary(self, method: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -124,14 +125,7 @@ class _Call:
         if isinstance(error, asyncio.CancelledError):
             self.outcome = "CANCELLED"
             raise error
-        if isinstance(error, TimeoutError):
-            error = ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed; allow it more time")
-        if not isinstance(error, ServiceError):
-            logger.error("unexpected error", exc_info=error, extra={"fields": {"method": self.method}})
-            error = ServiceError(
-                grpc.StatusCode.INTERNAL, f"internal error; the log has the details under request id {self.request_id}"
-            )
-        await self._abort(error)
+        await self._abort(explained(error, self.request_id, method=self.method))
 
     async def _abort(self, error: ServiceError) -> NoReturn:
         self.outcome = error.code.name
@@ -139,6 +133,16 @@ class _Call:
         trailer = ((REQUEST_ID_HEADER, self.request_id), ("grpc-status-details-bin", details))
         await self.context.abort(error.code, error.message, trailer)
         raise AssertionError("abort returned")
+
+
+def explained(error: BaseException, request_id: str, **fields: object) -> ServiceError:
+    """What a client is told of an error; one that nobody foresaw is logged with ``fields``."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, TimeoutError):
+        return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed; allow it more time")
+    logger.error("unexpected error", exc_info=error, extra={"fields": fields})
+    return ServiceError(grpc.StatusCode.INTERNAL, f"internal error; the log has the details under request id {request_id}")
 
 
 def clean_request_id(given: str) -> str:

@@ -112,6 +112,10 @@ class Chat:
         prompt = await _on(threads, lambda: self._prompts.make(conversation, media))
         return replace(prompt, fetch_seconds=fetch_seconds) if fetch_seconds else prompt
 
+    def check(self, request: gateway_pb2.ChatRequest) -> None:
+        """Raise what is wrong with a request's form; no medium is looked at."""
+        self._validator.read(request)
+
     def max_tokens(self, prompt: Prompt) -> int:
         """Longest answer: what the request says, else the default as far as there is room."""
         if prompt.sampling.max_tokens is not None:

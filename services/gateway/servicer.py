@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import grpc
 
 from services.common import logs
 from services.common.channel import time_left
-from services.common.errors import ServiceError
+from services.common.interceptor import REQUEST_ID_HEADER
 from services.gateway.admission import Ledger
 from services.gateway.chat import Admitted, Chat, Delta, Done, Event
 from services.gateway.model import ServedModel
+from services.gateway.pages import Answer, Pages, opening, read_start
 from services.gateway.prompt import Item, Prompt
 from services.gateway.wire import grid_to_proto, modality_to_proto
 from services.models.media import Modality, Recording
@@ -65,8 +67,14 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
     async def ChatPages(
         self, request_iterator: AsyncIterator[gateway_pb2.ChatPagesRequest], context: Context
     ) -> AsyncIterator[gateway_pb2.ChatPagesResponse]:
-        raise ServiceError(grpc.StatusCode.UNIMPLEMENTED, "this gateway does not answer pages yet")
-        yield
+        start = await read_start(request_iterator)
+        self._chat.check(opening(start))
+        request_id = logs.request_id.get()
+        await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))  # says that the start was taken
+        chat = cast(Answer, partial(self.Chat, context=context))
+        async with aclosing(Pages(start, request_iterator, chat, request_id).answers()) as responses:
+            async for response in responses:
+                yield response
 
     async def GetLoad(self, request: gateway_pb2.GetLoadRequest, context: Context) -> gateway_pb2.GetLoadResponse:
         return gateway_pb2.GetLoadResponse(

@@ -157,6 +157,45 @@ async def test_draining_refuses_new_calls_but_those_that_running_work_needs() ->
         await asyncio.wait_for(interceptor.idle.wait(), 5)
 
 
+async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        if request == b"bug":
+            raise RuntimeError(SECRET)
+        yield request
+
+
+async def joined(requests: AsyncIterator[bytes], context: Any) -> bytes:
+    return b"".join([response async for response in echo(requests, context)])
+
+
+@pytest.mark.asyncio
+async def test_calls_whose_client_streams_are_wrapped_alike() -> None:
+    interceptor = ServiceInterceptor()
+    server = grpc.aio.server(interceptors=[interceptor])
+    handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo), "Join": grpc.stream_unary_rpc_method_handler(joined)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert await channel.stream_unary("/t.T/Join")(iter([b"a", b"b"]), timeout=10) == b"ab"
+        running = channel.stream_stream("/t.T/Echo")(timeout=10)
+        await running.write(b"a")
+        assert await running.read() == b"a" and interceptor.in_flight == 1
+        interceptor.draining = True
+        for refused in (channel.stream_unary("/t.T/Join")(timeout=10), channel.stream_stream("/t.T/Echo")(timeout=10).read()):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await refused
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        await running.write(b"b")  # what runs goes on
+        assert await running.read() == b"b"
+        await running.write(b"bug")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await running.read()
+        assert raised.value.code() == grpc.StatusCode.INTERNAL and "0x" not in str(raised.value.details())
+        assert interceptor.in_flight == 0
+    await server.stop(None)
+
+
 @pytest.mark.parametrize(
     ("given", "kept"), [("abc-1", True), ("", False), ("x" * 128, True), ("x" * 129, False), ("a\nb", False)]
 )

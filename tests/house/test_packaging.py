@@ -22,7 +22,7 @@ def test_the_sdk_pulls_grpcio_and_protobuf_only() -> None:
 def test_the_gateway_pulls_neither_torch_nor_transformers() -> None:
     extras = PROJECT["optional-dependencies"]
     assert not names(extras["gateway"]) & {"torch", "torchvision", "transformers"}
-    assert extras["all"] == ["triptych[gateway,encoder,llm]"]
+    assert extras["all"] == ["triptych[gateway,encoder,llm,pdf]"]
 
 
 def test_everything_installed_is_pinned() -> None:

@@ -32,6 +32,7 @@ class FakeGateway(gateway_pb2_grpc.ChatServiceServicer):
     def __init__(self) -> None:
         self.address = ""
         self.serving = True
+        self.refusals = 0  # of the next calls about pages
         self.requests: list[Any] = []
         self.request_ids: list[str] = []
         self.remaining: list[float] = []
@@ -46,6 +47,25 @@ class FakeGateway(gateway_pb2_grpc.ChatServiceServicer):
     def Chat(self, request, context):
         self.record(request, context)
         yield from self.script(context)
+
+    def ChatPages(self, request_iterator, context):
+        """Answers with `script`, but "bad" pages with an error; a start whose question is "bad" fails the call."""
+        start = next(request_iterator)
+        self.record(start, context)
+        if start.start.question == "bad":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "question: bad")
+        if self.refusals:
+            self.refusals -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        context.send_initial_metadata((("x-request-id", "r1"),))
+        for index, request in enumerate(request_iterator):
+            self.requests.append(request)
+            if request.page.parts[0].text == "bad":
+                error = error_pb2.ErrorStatus(code=3, message="page.parts[0]: bad")
+                yield gateway_pb2.ChatPagesResponse(page=index, error=error)
+                continue
+            for response in self.script(context):
+                yield gateway_pb2.ChatPagesResponse(page=index, chat=response)
 
     def EstimateTokens(self, request, context):
         self.record(request, context)
