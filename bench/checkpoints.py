@@ -78,11 +78,9 @@ def make_vision(folder: Path, tokenizer: Any) -> None:
     )
     random = transformers.Qwen2VLForConditionalGeneration(config)
     pictures = transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=256 * 28 * 28)
+    videos = transformers.Qwen2VLVideoProcessor()
     processor = transformers.Qwen2VLProcessor(
-        image_processor=pictures,
-        tokenizer=tokenizer,
-        video_processor=transformers.Qwen2VLVideoProcessor(),
-        chat_template=_TEMPLATE,
+        image_processor=pictures, tokenizer=tokenizer, video_processor=videos, chat_template=_TEMPLATE
     )
     for name, dtype in DTYPES.items():
         _save(random.to(dtype), processor, folder / f"vision-{name}")

@@ -149,15 +149,8 @@ def _command(engine: str, dtype: str, kind: str, most: int, args: argparse.Names
     if not python or not model.exists():
         return []
     if engine == "llama.cpp":
-        projector = args.checkpoints / f"{kind}-projector.gguf"
-        return [
-            python,
-            "-m",
-            "bench.incumbents.llama_cpp",
-            str(model),
-            str(most),
-            *([str(projector)] if projector.exists() else []),
-        ]
+        projector = [str(file) for file in [args.checkpoints / f"{kind}-projector.gguf"] if file.exists()]
+        return [python, "-m", "bench.incumbents.llama_cpp", str(model), str(most), *projector]
     module = {"vllm": "vllm_cpu", "openvino": "openvino"}[engine]
     return [python, "-m", f"bench.incumbents.{module}", str(model), dtype, str(most)]
 

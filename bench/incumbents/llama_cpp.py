@@ -36,10 +36,8 @@ def main() -> None:
             answer: dict[str, Any] = server.handle_completions(body)
         else:
             url = "data:image/jpeg;base64," + base64.b64encode(Path(ask.image).read_bytes()).decode()
-            content = [
-                {"type": "image_url", "image_url": {"url": url}},
-                {"type": "text", "text": ask.text.split("<|vision_end|>")[-1]},
-            ]
+            words = ask.text.partition("<|vision_end|>")[2].partition("<|im_end|>")[0]
+            content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": ask.new_tokens, **common}
             answer = server.handle_chat_completions(body)
         return int(answer["usage"]["completion_tokens"])

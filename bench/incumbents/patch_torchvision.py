@@ -1,4 +1,6 @@
-"""Makes the torchvision of this virtual environment importable beside a CPU build of torch: ``python -m bench.incumbents.patch_torchvision``.
+"""Makes torchvision importable beside a CPU build of torch, in the virtual environment whose python runs this.
+
+    python -m bench.incumbents.patch_torchvision
 
 Its wheel on PyPI is linked to CUDA; without it the operators have no names and importing fails. The names are enough.
 """
