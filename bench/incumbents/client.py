@@ -1,4 +1,4 @@
-"""Drives another engine's process: it starts once, then runs the load each time it is told to."""
+"""Drives another engine's process: it starts once, then runs a load each time it is told to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Incumbent:
-    """A process that prints one JSON object ``{"cpu": seconds, "wall": seconds}`` for every line it reads; a context manager.
+    """A process that reads the name of a load's file from each line and prints ``{"cpu": seconds, "wall": seconds}`` for it.
+
+    A context manager.
 
     Raises:
         RuntimeError: the process ended.
@@ -26,10 +28,10 @@ class Incumbent:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT
         )
 
-    def run(self) -> Cost:
-        """Run the load once."""
+    def run(self, load: Path) -> Cost:
+        """Run a load once."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("run\n")
+        self._process.stdin.write(f"{load}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("{"):  # the engine's own chatter may stand between

