@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.common.config import ServiceConfig, option
 from services.gateway.profiles import PROFILES
+from services.gateway.tenants import read_tenants
 from services.models.media import Modality
 
 MIB = 1024 * 1024
@@ -56,6 +57,7 @@ class GatewayConfig(ServiceConfig):
             if getattr(self, name) in (-1, ""):
                 object.__setattr__(self, name, value)
         _limits(self.limit_mm_per_prompt)
+        read_tenants(self.api_keys)
         for flag, seconds in (("--max-audio-seconds", self.max_audio_seconds), ("--probe-seconds", self.probe_seconds)):
             if not 0 < seconds < _LONGEST:
                 raise ValueError(f"{flag} must be more than 0 and less than {_LONGEST:.0f}, got {seconds}")

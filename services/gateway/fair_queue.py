@@ -20,7 +20,7 @@ from services.gateway.cost import Class, Cost
 from services.gateway.tenants import Tenant
 
 AGE_SECONDS = 5.0
-QUANTUM = 1024  # tokens of credit in a round, for weight 1
+QUANTUM = 64  # of price in a round, for weight 1; less than most requests cost, so that turns are fine-grained
 
 
 @dataclass(eq=False, kw_only=True)
@@ -108,9 +108,10 @@ class FairQueue:
         line = self._lines[waiting.tenant.name]
         rounds = self._rounds(line, waiting)
         for other in self._lines.values():
-            income = rounds * QUANTUM * other.tenant.weight
-            # a tenant whose request found no room does not save up for more than that request
-            other.credit = max(other.credit, min(other.credit + income, max(w.cost.price for w in other.waiting)))
+            quantum = QUANTUM * other.tenant.weight
+            # a tenant whose request found no room does not save up for more than that one and a round
+            most = max(w.cost.price for w in other.waiting) + quantum
+            other.credit = max(other.credit, min(other.credit + rounds * quantum, most))
         line.credit -= waiting.cost.price
         del line.waiting[waiting]
         for left in self:

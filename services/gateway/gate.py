@@ -2,9 +2,9 @@
 
 Whoever stands first and fits is let in. One that does not fit is passed by those behind it, and by cheaper ones of its tenant,
 but at most ``max_passed`` times: passing counts where it can delay, which is when the one let in takes of a budget that the
-other waits for, or stood behind it without having been tried. One that was passed so often is due, and from then on nobody behind
-it is given anything of the budgets that it waits for. A short text, which needs no encoder, therefore goes on passing a
-video that waits for the encoder alone: it delays nothing.
+other waits for, or took its turn although it came later. One that was passed so often is due, and from then on nobody behind it is
+given anything of the budgets that it waits for. A short text, which needs no encoder, therefore goes on passing a video that
+waits for the encoder alone: it delays nothing.
 
 The queue is bounded. Media may fill three quarters of it, the rest is for text. When it is full, the tenant with most waiting, by
 weight, gives up its last one. A request that would wait longer than it has time, by what was seen lately, is refused at once.
@@ -230,19 +230,32 @@ class Gate:
 
     def _serve(self, ticket: Ticket, tried: dict[Waiting, frozenset[str]], takes: frozenset[str], now: float) -> None:
         def passed(other: Waiting) -> bool:
-            if other in tried:
-                return bool(tried[other] & takes)
-            return other.tenant.name == ticket.tenant.name and other.number < ticket.number
+            if other not in tried and (other.tenant.name != ticket.tenant.name or other.number > ticket.number):
+                return False
+            lacks = tried[other] if other in tried else self._lacks(_ticket(other))
+            return lacks is None or bool(lacks & takes)
 
         self.queue.serve(ticket, now, passed)
         if ticket.queued:
             self.paces[ticket.kind].let_in(now)
         self._notice_emptied(ticket.kind)
 
+    def _lacks(self, ticket: Ticket) -> frozenset[str] | None:
+        """The budgets that it waits for, or None where it waits for its turn alone."""
+        try:
+            found = self.budgets.place(ticket.cost, ticket.prefer)
+        except (NeverFits, NoPool):  # it is about to learn of that
+            return frozenset()
+        return found if isinstance(found, frozenset) else None
+
     def _expired(self, now: float) -> list[Ticket]:
-        """Those whose answer would come too late, by what was seen lately."""
-        late = (w for w in self.queue if now + self.paces[w.kind].takes(w.cost.price) > w.deadline)
-        return [_ticket(waiting) for waiting in late]
+        """Those who have no time left, and those who waited until an answer would come too late, by what was seen lately."""
+
+        def too_late(ticket: Ticket) -> bool:
+            takes = self.paces[ticket.kind].takes(ticket.cost.price) if ticket.queued else 0.0
+            return now + takes >= ticket.deadline
+
+        return [ticket for ticket in map(_ticket, self.queue) if too_late(ticket)]
 
     def _drop(self, ticket: Waiting) -> None:
         self.queue.remove(ticket)
