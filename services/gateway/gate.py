@@ -2,9 +2,9 @@
 
 Whoever stands first and fits is let in. One that does not fit is passed by those behind it, and by cheaper ones of its tenant,
 but at most ``max_passed`` times: passing counts where it can delay, which is when the one let in takes of a budget that the
-other waits for, or took its turn although it came later. One that was passed so often is due, and from then on nobody behind it is
-given anything of the budgets that it waits for. A short text, which needs no encoder, therefore goes on passing a video that
-waits for the encoder alone: it delays nothing.
+other waits for, or took its turn although it came later. One that was passed so often is due, and from then on nobody behind it
+is given anything of the budgets that it waits for. A short text, which needs no encoder, therefore goes on passing a video
+that waits for the encoder alone: it delays nothing.
 
 The queue is bounded. Media may fill three quarters of it, the rest is for text. When it is full, the tenant with most waiting, by
 weight, gives up its last one. A request that would wait longer than it has time, by what was seen lately, is refused at once.

@@ -442,11 +442,11 @@ class GateMachine(RuleBasedStateMachine):
         self.watch(lambda: self.gate.let_in(self.now))
 
     def watch(self, act: Callable[[], object]) -> None:
-        """Do it, and count who passed whom inside a tenant by arrivals and grants alone. Everybody takes of all that texts take."""
+        """Do it, and count who passed which text of its tenant, by arrivals and grants alone: all take of what texts wait for."""
         waiting = set(self.gate.queue)
         act()
-        let_in = [t for t in self.told if t.reservation and (t in waiting or t.number == self.arrivals - 1) and t not in self.seen]
-        self.seen |= set(let_in)
+        let_in = {ticket for ticket in self.told if ticket.reservation} - self.seen
+        self.seen |= let_in
         for text in waiting & set(self.gate.queue):
             later = sum(other.tenant == text.tenant and other.number > text.number for other in let_in)
             self.overtaken[text] += later if text.kind < Class.IMAGE else 0
