@@ -43,17 +43,28 @@ class Turn:
 
 
 class Batcher:
-    """Runs ``encode`` in one thread of its own."""
+    """Runs ``encode`` in one thread of its own.
+
+    Attributes:
+        max_patches: the budget of a batch.
+        encoded_patches: that have been through the towers.
+    """
 
     def __init__(self, encode: Encode, max_patches: int) -> None:
         self._encode = encode
-        self._max_patches = max_patches
+        self.max_patches = max_patches
+        self.encoded_patches = self._running = 0
         self._turns: dict[Turn, None] = {}  # in the order of arrival
         self._line: deque[Turn] = deque()  # those with pieces
         self._joined = asyncio.Event()
         self._moved = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "towers")
         self._loop = asyncio.create_task(self._run(), name="batcher")
+
+    @property
+    def pending_patches(self) -> int:
+        """Patches of items that have not been through the towers."""
+        return self._running + sum(turn.left for turn in self._turns)
 
     @contextmanager
     def turn(self, patches: int) -> Iterator[Turn]:
@@ -109,7 +120,7 @@ class Batcher:
         """The next piece of every item from the front of the line that fits the budget; one that exceeds it goes alone."""
         batch: list[tuple[Turn, Prepared]] = []
         patches = 0
-        while self._line and (not batch or patches + self._line[0].pieces[0].patches <= self._max_patches):
+        while self._line and (not batch or patches + self._line[0].pieces[0].patches <= self.max_patches):
             turn = self._line.popleft()
             piece = turn.pieces.popleft()
             turn.left -= piece.patches
@@ -125,11 +136,14 @@ class Batcher:
         if not batch:
             return
         metrics.batch_items.observe(len(batch))
+        patches = sum(piece.patches for _, piece in batch)
+        self._running = patches
         try:
             loop = asyncio.get_running_loop()
             features = await loop.run_in_executor(self._thread, self._encode, [piece for _, piece in batch])
             assert len(features) == len(batch), f"{len(features)} results for {len(batch)} items"
         except Exception as error:
+            self._running = 0
             if len(batch) > 1:
                 cause = type(error).__name__
                 logs.event(logger, "batch failed, its items run alone", logging.WARNING, items=len(batch), error=cause)
@@ -140,6 +154,7 @@ class Batcher:
                 self._leave(turn)
                 turn.outcomes.put_nowait(error)
             return
+        self._running, self.encoded_patches = 0, self.encoded_patches + patches
         for (turn, _), piece_features in zip(batch, features, strict=True):
             turn.outcomes.put_nowait(piece_features)
 
@@ -155,6 +170,6 @@ class Batcher:
         patches = 0
         for other in itertools.takewhile(lambda other: other is not turn, self._turns):
             patches += min(other.left, turn.patches)
-            if patches >= self._max_patches:
+            if patches >= self.max_patches:
                 return True
         return False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.common.metrics import estimate_mismatch as estimate_mismatch
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 items = Counter("triptych_encoder_items", "items that ended", ["outcome"])
@@ -14,5 +16,4 @@ cached_bytes = Gauge("triptych_encoder_cached_bytes", "bytes of embeddings kept 
 cache_lookups = Counter("triptych_encoder_cache_lookups", "items asked for, by whether they were there or under way", ["result"])
 cache_evictions = Counter("triptych_encoder_cache_evictions", "embeddings that went to make room")
 refs = Gauge("triptych_encoder_refs", "refs held")
-estimate_mismatch = Counter("estimate_mismatch", "items whose rows were not those that the gateway planned")
 fleet_cache_lookups = Counter("triptych_encoder_fleet_cache_lookups", "items looked up in the fleet's cache", ["result"])

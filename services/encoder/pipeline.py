@@ -85,6 +85,21 @@ class Pipeline:
         self._places = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, "preprocess")
 
+    @property
+    def pending_patches(self) -> int:
+        """Patches of submitted items that have not been through the towers."""
+        return self._batcher.pending_patches
+
+    @property
+    def encoded_patches(self) -> int:
+        """Patches that have been through them."""
+        return self._batcher.encoded_patches
+
+    @property
+    def batch_patches(self) -> int:
+        """Patches that go through them in a batch."""
+        return self._batcher.max_patches
+
     def submit(self, key: bytes, planned: Planned, data: bytes) -> str:
         """A ref to the item that ``key`` names; work on it starts where it is not there or under way.
 

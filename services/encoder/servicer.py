@@ -81,6 +81,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         return encoder_pb2.ReleaseResponse()
 
     async def GetLoad(self, request: encoder_pb2.GetLoadRequest, context: Context) -> encoder_pb2.GetLoadResponse:
+        pipeline = self.pipeline
         return encoder_pb2.GetLoadResponse(
             pending_items=self._store.pending_items,
             refs=len(self._store),
@@ -94,6 +95,11 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             cache_hits=self._store.hits,
             cache_misses=self._store.misses,
             cache_evictions=self._store.evictions,
+            pending_patches=pipeline.pending_patches if pipeline else 0,
+            max_pending_items=self._config.max_pending_items,
+            max_held_bytes=self._config.max_held_bytes,
+            max_num_batched_patches=pipeline.batch_patches if pipeline else 0,
+            encoded_patches=pipeline.encoded_patches if pipeline else 0,
         )
 
     def _planned(self, request: encoder_pb2.EncodeRequest) -> Planned:

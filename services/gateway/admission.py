@@ -1,175 +1,184 @@
-"""A ledger of KV blocks: every request reserves its whole life before it starts, or waits its turn.
+"""The ledger: every request reserves what it will take before anything of it is decoded, or waits its turn.
 
-Knows no gRPC and no models: pools have names, requests have tokens. One event loop owns a ledger.
+This is :class:`services.gateway.gate.Gate` with a clock, and with tasks that wait. Knows no gRPC and no models: pools have names,
+requests have costs. One event loop owns a ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from services.gateway import metrics
+from services.gateway.budgets import NeverFits, NoPool, Pool, Prefer, Reservation
+from services.gateway.cost import Class, Cost
+from services.gateway.gate import Busy, Gate, GateLimits, Outcome, Ticket
+from services.gateway.tenants import EVERYBODY, Tenant
 
-class NeverFits(Exception):
-    """The request needs more blocks than any pool has, even when idle."""
-
-    def __init__(self, requested: int, limit: int) -> None:
-        super().__init__(f"{requested} blocks needed, the largest pool has {limit}")
-        self.requested, self.limit = requested, limit
-
-
-class QueueFull(Exception):
-    """As many requests wait as may wait."""
+__all__ = ["Ask", "Busy", "Ledger", "NeverFits", "NoPool", "Pool", "Reservation"]
 
 
-class NoPool(Exception):
-    """No pool is open."""
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks the ledger for.
 
+    Attributes:
+        prefer: the order in which pools are tried; by default the one with most free blocks first. Asked again at every try.
+    """
 
-@dataclass(eq=False)
-class Pool:
-    """The KV blocks of one language model server; a closed pool takes nothing new."""
-
-    name: str
-    total: int
-    block_size: int
-    reserved: int = 0
-    open: bool = True
-
-    @property
-    def free(self) -> int:
-        """Blocks that may be reserved; negative where the pool shrank under its reservations."""
-        return self.total - self.reserved
-
-    def blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-tokens // self.block_size)
-
-
-@dataclass(frozen=True, eq=False)
-class Reservation:
-    """Blocks of one pool, held by one request."""
-
-    pool: Pool
-    blocks: int
+    cost: Cost
+    kind: Class = Class.SHORT_TEXT
+    tenant: Tenant = EVERYBODY
+    priority: int = 0
+    prefer: Prefer | None = None
 
 
 class Ledger:
-    """Lets requests in while their blocks fit; the others wait first come, first served."""
+    """Lets requests in while what they need is free."""
 
-    def __init__(self, *, max_running: int, max_queued: int) -> None:
-        self.max_running, self.max_queued = max_running, max_queued
-        self._pools: dict[str, Pool] = {}
-        self._held: set[Reservation] = set()
-        self._queue: deque[tuple[int, asyncio.Future[Reservation]]] = deque()
+    def __init__(self, limits: GateLimits) -> None:
+        self.limits = limits
+        self.gate = Gate(limits)
+        self.refused = 0
+        self._arrivals = itertools.count()
 
     @property
     def running(self) -> int:
         """Requests let in and not yet over."""
-        return len(self._held)
+        return len(self.gate.budgets.reservations)
 
     @property
     def queued(self) -> int:
         """Requests waiting."""
-        return len(self._queue)
+        return len(self.gate.queue)
+
+    @property
+    def queued_by_class(self) -> Counter[Class]:
+        """The same by class."""
+        return Counter(waiting.kind for waiting in self.gate.queue)
 
     @property
     def reserved_blocks(self) -> int:
-        """Blocks held by running requests."""
-        return sum(pool.reserved for pool in self._pools.values())
+        """KV blocks held by running requests."""
+        return sum(pool.kv_blocks.reserved for pool in self.gate.budgets.pools.values())
 
     @property
     def open_pools(self) -> list[Pool]:
         """Pools that take requests."""
-        return [pool for pool in self._pools.values() if pool.open]
+        return self.gate.budgets.open_pools
 
-    def update(self, name: str, *, total: int, block_size: int) -> None:
-        """Open a pool, or correct its figures."""
-        pool = self._pools.setdefault(name, Pool(name, total, block_size))
-        pool.total, pool.block_size, pool.open = total, block_size, True
-        self._grant()
+    @property
+    def reserved(self) -> Counter[str]:
+        """What is held of each budget, pools together."""
+        held = Counter({budget.name: 0 for budget in self.gate.budgets})
+        for budget in self.gate.budgets:
+            held[budget.name] += budget.reserved
+        held["host_bytes"] = self.gate.media_bytes
+        return held
+
+    @property
+    def limit(self) -> Counter[str]:
+        """How much there is of each, closed pools left out; what nobody published is missing."""
+        limits = Counter({"host_bytes": self.limits.max_media_bytes})
+        closed = {id(budget) for pool in self.gate.budgets.pools.values() if not pool.open for budget in pool.budgets}
+        for budget in self.gate.budgets:
+            if budget.limit is not None and id(budget) not in closed:
+                limits[budget.name] += budget.limit
+        return limits
+
+    def update(self, name: str, *, total: int, block_size: int, batch_tokens: int = 0, max_sequences: int = 0) -> None:
+        """Open a pool, or correct its figures: KV blocks and their size, tokens and sequences of a step (0: not published)."""
+        figures = {"total": total, "block_size": block_size, "batch_tokens": batch_tokens, "max_sequences": max_sequences}
+        self.gate.budgets.update_pool(name, **figures)
+        self.gate.let_in(time.monotonic())
+
+    def update_encoders(self, *, batch_patches: int = 0, max_items: int = 0, max_bytes: int = 0) -> None:
+        """Correct what all encoders take together (0: not published)."""
+        self.gate.budgets.update_encoders(batch_patches=batch_patches, max_items=max_items, max_bytes=max_bytes)
+        self.gate.let_in(time.monotonic())
 
     def close(self, name: str) -> None:
         """Let nothing more into a pool; what it holds stays until released."""
-        if name in self._pools:
-            self._pools[name].open = False
-            self._grant()
+        self.gate.budgets.close_pool(name)
+        self.gate.let_in(time.monotonic())
 
-    @asynccontextmanager
-    async def reserve(self, tokens: int, timeout: float) -> AsyncIterator[Reservation]:
-        """Hold blocks for ``tokens`` tokens while the context is open.
+    def check(self, tenant: Tenant, kind: Class, timeout: float) -> None:
+        """Refuse what would be refused whatever it costs.
 
         Raises:
-            NeverFits, QueueFull, NoPool: see there.
+            Busy: see there.
+        """
+        with self._counting():
+            self.gate.check(tenant, kind, timeout, time.monotonic())
+
+    def expected_wait(self, ask: Ask) -> float:
+        """Seconds that it would wait if it came now."""
+        return self.gate.expected_wait(ask.tenant, ask.kind, ask.cost, time.monotonic())
+
+    @asynccontextmanager
+    async def reserve(self, ask: Ask, timeout: float) -> AsyncIterator[Reservation]:
+        """Hold what the request takes while the context is open.
+
+        Raises:
+            NeverFits, Busy, NoPool: see there.
             TimeoutError: no room within ``timeout`` seconds.
         """
-        reservation = await self._acquire(tokens, timeout)
-        try:
-            yield reservation
-        finally:
-            self._release(reservation)
-
-    async def _acquire(self, tokens: int, timeout: float) -> Reservation:
-        pool = self._place(tokens)
-        if pool is not None and not self._queue:
-            return self._take(pool, tokens)
-        if self.queued >= self.max_queued:
-            raise QueueFull
+        now = time.monotonic()
         turn: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        self._queue.append((tokens, turn))
+        ticket = Ticket(
+            tenant=ask.tenant, kind=ask.kind, cost=ask.cost, priority=ask.priority, deadline=now + timeout, arrived=now,
+            number=next(self._arrivals), settle=lambda outcome: _resolve(turn, outcome), prefer=ask.prefer,
+        )  # fmt: skip
+        answered = False
         try:
-            async with asyncio.timeout(timeout):
-                return await turn
-        except BaseException:
-            if (tokens, turn) in self._queue:
-                self._queue.remove((tokens, turn))
-                self._grant()  # the next one may be smaller
-            elif turn.exception() is None:
-                self._release(turn.result())  # let in at the very moment of giving up
-            raise
+            with self._counting():
+                self.gate.enter(ticket, now)
+                async with asyncio.timeout(timeout):
+                    reservation = await turn
+            metrics.admitted.labels(ask.kind.word).inc()
+            metrics.wait_seconds.labels(ask.kind.word).observe(ticket.admitted - now)
+            yield reservation
+            answered = True
+        finally:
+            self.gate.leave(ticket, time.monotonic(), answered=answered)
 
-    def _place(self, tokens: int) -> Pool | None:
-        """The open pool with most room for the request, or None when it has to wait."""
-        pools = self.open_pools
-        if not pools:
-            raise NoPool
-        if all(pool.blocks(tokens) > pool.total for pool in pools):
-            largest = max(pools, key=lambda pool: pool.total)
-            raise NeverFits(largest.blocks(tokens), largest.total)
-        if self.running >= self.max_running:
-            return None
-        return max((p for p in pools if p.blocks(tokens) <= p.free), key=lambda pool: pool.free, default=None)
+    def flowed(self, reservation: Reservation) -> None:
+        """Its media are encoded and its prompt is computed: what the two took may be used by others. May be repeated."""
+        self.gate.budgets.flowed(reservation)
+        self.gate.let_in(time.monotonic())
 
-    def _take(self, pool: Pool, tokens: int) -> Reservation:
-        reservation = Reservation(pool, pool.blocks(tokens))
-        pool.reserved += reservation.blocks
-        self._held.add(reservation)
-        return reservation
-
-    def _release(self, reservation: Reservation) -> None:
-        self._held.remove(reservation)
-        reservation.pool.reserved -= reservation.blocks
-        self._grant()
-
-    def _grant(self) -> None:
-        """Let in from the head of the queue; the head is never overtaken."""
-        while self._queue:
-            tokens, future = self._queue[0]
-            if not future.done():
-                try:
-                    pool = self._place(tokens)
-                except (NeverFits, NoPool) as error:
-                    future.set_exception(error)
-                else:
-                    if pool is None:
-                        return
-                    future.set_result(self._take(pool, tokens))
-            self._queue.popleft()
+    def move(self, reservation: Reservation, pool: str) -> None:
+        """The request goes on in another pool."""
+        self.gate.budgets.move(reservation, pool)
+        self.gate.let_in(time.monotonic())
 
     def check_integrity(self) -> None:
-        """Every block that a pool counts as reserved belongs to a request that holds it."""
-        for pool in self._pools.values():
-            assert pool.reserved == sum(r.blocks for r in self._held if r.pool is pool), f"{pool} does not match its reservations"
-        assert self.running <= self.max_running and self.queued <= self.max_queued
+        """Everything counted as reserved belongs to a request that holds it, and nobody waits for nothing."""
+        self.gate.check_integrity()
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        except Busy as error:
+            self.refused += 1
+            metrics.refused.labels(error.reason.lower()).inc()
+            raise
+        except TimeoutError:
+            metrics.refused.labels("deadline").inc()
+            raise
+
+
+def _resolve(turn: asyncio.Future[Reservation], outcome: Outcome) -> None:
+    if turn.done():  # its task was cancelled and gives back what it holds
+        return
+    if isinstance(outcome, Reservation):
+        turn.set_result(outcome)
+    else:
+        turn.set_exception(outcome)

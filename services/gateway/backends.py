@@ -89,12 +89,17 @@ class Backend:
 
 
 class Encoder(Backend):
-    """One encoder."""
+    """One encoder.
+
+    Attributes:
+        load: what it last published.
+    """
 
     service, peer = "triptych.encoder.v1.EncoderService", "encoder"
 
     def __init__(self, address: str, fingerprint: str) -> None:
         super().__init__(address, fingerprint)
+        self.load = encoder_pb2.GetLoadResponse()
         self._stub: Any = encoder_pb2_grpc.EncoderServiceStub(self._channel)
 
     async def encode(self, item: Item, request_id: str, timeout: float) -> str:
@@ -111,7 +116,8 @@ class Encoder(Backend):
             logs.event(logger, "release failed", logging.WARNING, address=self.address, refs=len(refs), code=error.code().name)
 
     async def _load(self) -> str:
-        return str((await self._stub.GetLoad(encoder_pb2.GetLoadRequest(), timeout=POLL_TIMEOUT)).model_fingerprint)
+        self.load = await self._stub.GetLoad(encoder_pb2.GetLoadRequest(), timeout=POLL_TIMEOUT)
+        return self.load.model_fingerprint
 
 
 class LanguageModel(Backend):

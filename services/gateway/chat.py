@@ -16,16 +16,21 @@ import grpc
 
 from services.common import logs
 from services.common.errors import ServiceError, invalid, unavailable
-from services.gateway.admission import Ledger, NeverFits, NoPool, QueueFull, Reservation
+from services.common.metrics import estimate_mismatch
+from services.gateway.admission import Ask, Busy, Ledger, NeverFits, NoPool, Reservation
 from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.config import GatewayConfig
+from services.gateway.cost import Class, Cost, kind_of
 from services.gateway.detokenizer import Detokenizer
+from services.gateway.known_items import KnownItems
 from services.gateway.media import Probe
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Prompt, PromptMaker
+from services.gateway.tenants import Tenants
 from services.gateway.uploads import Uploads
-from services.gateway.validator import Validator
+from services.gateway.validator import Conversation, Validator
+from services.models.media import Modality
 from triptych.common.v1 import media_pb2, tensor_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2
 from triptych.llm.v1 import llm_pb2
@@ -33,7 +38,21 @@ from triptych.llm.v1 import llm_pb2
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-_RETRY_SECONDS = 1.0
+_BUSY = {
+    "QUEUE_FULL": "too many requests are waiting already",
+    "WAIT_TOO_LONG": "the request would wait longer than it has time",
+    "MEDIA_FULL": "the media of other requests take all the memory there is for them",
+    "TENANT_LIMIT": "your key's limit of requests or tokens at once is reached",
+}
+_BUDGETS = {
+    "kv_blocks": "KV blocks for prompt and answer",
+    "sequences": "places in a batch",
+    "encoder_bytes": "bytes of media at the encoder",
+    "host_bytes": "bytes of media",
+    "tenant_tokens": "tokens of prompt and answer",
+}
+_MODALITIES = {modality.word: modality for modality in Modality}
+_CHARACTERS = 4  # of a token, about
 _PROBE_THREADS = 4
 _LONG_TEXT = 64 * 1024  # characters; tokenising that many takes about 20 ms
 _UNKNOWN_BLOCK_SIZE = 16  # until a language model has published its own
@@ -81,9 +100,11 @@ class Chat:
         backends: Backends,
         ledger: Ledger,
         background: Background,
+        tenants: Tenants,
     ) -> None:
         self._model, self._config, self._probe = model, config, probe
         self._backends, self._ledger, self._background = backends, ledger, background
+        self._tenants, self._known = tenants, KnownItems()
         self._validator, self._prompts = Validator(model, config), PromptMaker(model, config)
         self._threads = ThreadPoolExecutor(_PROBE_THREADS, "probe")
         self._long_text_thread = ThreadPoolExecutor(1, "probe-long")
@@ -102,11 +123,15 @@ class Chat:
 
     async def prompt(self, request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> Prompt:
         """Validate, probe and lay out, on threads; long texts queue for one of their own, so that they hold up nobody else."""
+        tenant = self._tenants.signed_in()
         size = sum(len(part.text) for message in request.messages for part in message.parts)
         threads = self._long_text_thread if size > _LONG_TEXT else self._threads
 
-        named = await _on(threads, lambda: self._validator.read(request))
-        conversation, fetch_seconds = await self._probe.fetcher.fetched(named)
+        def read() -> Conversation:
+            conversation = self._validator.read(request)
+            return replace(conversation, cache_salt=self._tenants.salt(tenant, conversation.cache_salt))
+
+        conversation, fetch_seconds = await self._probe.fetcher.fetched(await _on(threads, read))
         files = await _on(threads, lambda: self._probe.files(conversation))
         media = await self._probe.facts(files)
         prompt = await _on(threads, lambda: self._prompts.make(conversation, media))
@@ -124,23 +149,45 @@ class Chat:
         room = min(self.max_model_len, largest_pool) - len(prompt.token_ids)
         return max(1, min(self._config.default_max_tokens, room), prompt.sampling.min_tokens)
 
+    def ask(self, prompt: Prompt) -> Ask:
+        """What a prompt asks the ledger for."""
+        new = self._known.new(prompt.items)
+        cost = Cost(
+            prompt_tokens=len(prompt.token_ids),
+            answer_tokens=self.max_tokens(prompt),
+            encoder_patches=sum(item.plan.patches for item in new),
+            encoder_items=len(new),
+            media_bytes=prompt.media_bytes,
+        )
+        kind = kind_of(len(prompt.token_ids), {item.plan.modality for item in prompt.items})
+        return Ask(cost, kind, self._tenants.signed_in(), prompt.sampling.priority)
+
+    def expected_wait(self, prompt: Prompt) -> float:
+        """Seconds that it would wait for admission if it came now."""
+        return self._ledger.expected_wait(self.ask(prompt))
+
     async def answer(self, request: gateway_pb2.ChatRequest, request_id: str, seconds: float) -> AsyncGenerator[Event, None]:
         """Answer within ``seconds``; closing the iterator ends the request everywhere."""
         started = time.monotonic()
         deadline = started + seconds
+        with _refusals():
+            self._ledger.check(self._tenants.signed_in(), _guessed_kind(request), seconds)
         async with asyncio.timeout(seconds):
             prompt = await self.prompt(request)
         max_tokens = self.max_tokens(prompt)
         self._check_length(prompt, max_tokens)
         probed = time.monotonic()
         with _refusals():
-            async with self._ledger.reserve(len(prompt.token_ids) + max_tokens, deadline - probed) as reservation:
+            async with self._ledger.reserve(self.ask(prompt), deadline - probed) as reservation:
                 admitted = time.monotonic()
                 _log_admitted(prompt, max_tokens, reservation)
                 yield Admitted(request_id, prompt)
                 call = _Call(request_id, deadline, prompt, max_tokens)
                 async with self._encoded(call) as refs, aclosing(self._generate(call, reservation.pool.name, refs)) as deltas:
                     async for delta in deltas:
+                        if not reservation.completion_tokens:
+                            self._ledger.flowed(reservation)
+                        reservation.completion_tokens = call.completion_tokens
                         yield delta
         self.finished += 1
         fetch = prompt.fetch_seconds
@@ -162,12 +209,17 @@ class Chat:
     @asynccontextmanager
     async def _encoded(self, call: _Call) -> AsyncIterator[list[media_pb2.EmbeddingRef]]:
         """Hold refs to the rows of every item; giving them back goes on behind the request."""
-        if not call.prompt.items:
+        items = call.prompt.items
+        if not items:
             yield []
             return
+        self._known.add(items)
         uploads = Uploads(self._backends.choose_encoder(), call.prompt.items, call.request_id, call.seconds_left)
         try:
             yield await uploads.refs()
+        except BaseException:
+            self._known.forget(items)
+            raise
         finally:
             self._background.start(uploads.drop())
 
@@ -243,17 +295,28 @@ async def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """The ledger's refusals, as errors that clients understand."""
+    """The ledger's refusals, as errors that clients understand; and counts of the backends' that must never happen."""
     try:
         yield
     except NeverFits as error:
-        text = f"prompt and answer need {error.requested} KV blocks, the limit is {error.limit}; send less or ask for less"
-        raise invalid("messages", text, reason="KV_CAPACITY_EXCEEDED", limit=error.limit, requested=error.requested) from None
-    except QueueFull:
-        text = "too many requests are waiting already; try again later"
-        raise ServiceError(_EXHAUSTED, text, reason="QUEUE_FULL", retry_delay=_RETRY_SECONDS) from None
+        text = f"the request needs {error.requested} {_BUDGETS[error.budget]}, the limit is {error.limit}; send or ask for less"
+        reason = f"{'KV' if error.budget == 'kv_blocks' else error.budget.upper()}_CAPACITY_EXCEEDED"
+        raise invalid("messages", text, reason=reason, limit=error.limit, requested=error.requested) from None
+    except Busy as error:
+        text = f"{_BUSY[error.reason]}; try again in {error.retry_after:.1f} s"
+        raise ServiceError(_EXHAUSTED, text, reason=error.reason, retry_delay=error.retry_after) from None
     except NoPool:
         raise unavailable("no language model is answering; try again, or look at its logs") from None
+    except ServiceError as error:
+        estimate_mismatch.inc(error.reason == "ESTIMATE_MISMATCH")
+        raise
+
+
+def _guessed_kind(request: gateway_pb2.ChatRequest) -> Class:
+    """The class of a request that nobody has looked at yet."""
+    parts = [part for message in request.messages for part in message.parts]
+    modalities = {_MODALITIES[content] for part in parts if (content := part.WhichOneof("content")) not in (None, "text")}
+    return kind_of(sum(len(part.text) for part in parts) // _CHARACTERS, modalities)
 
 
 def _log_admitted(prompt: Prompt, max_tokens: int, reservation: Reservation) -> None:

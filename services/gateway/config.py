@@ -8,6 +8,8 @@ from pathlib import Path
 
 from services.common.config import ServiceConfig, option
 from services.gateway.allowed_urls import UrlPolicy
+from services.gateway.profiles import PROFILES
+from services.gateway.tenants import read_tenants
 from services.models.media import Modality
 
 MIB = 1024 * 1024
@@ -26,8 +28,13 @@ class GatewayConfig(ServiceConfig):
     llm: str = option("", "host:port of every language model server, separated by commas; required")
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 means the checkpoint's")
     default_max_tokens: int = option(512, "most tokens of an answer, where a request does not say")
-    max_num_running: int = option(256, "most requests answered at once")
-    max_queued_requests: int = option(256, "most requests waiting for admission; more are refused")
+    profile: str = option("mixed", "what the next four are by default; docs/profiles.md", list(PROFILES))
+    max_num_running: int = option(-1, "most requests answered at once; -1 takes the profile's")
+    max_queued_requests: int = option(-1, "most requests waiting for admission; more are refused; -1 takes the profile's")
+    max_passed: int = option(-1, "most requests that may pass a waiting one and delay it; -1 takes the profile's")
+    limit_mm_per_prompt: str = option("", "most media items of one request, such as image=8,video=1; empty takes the profile's")
+    max_media_bytes: int = option(1024 * MIB, "most bytes of media of all requests, waiting or running; more are refused")
+    api_keys: str = option("", "file of API keys, tenant:sha256[:max_requests[:max_tokens[:weight]]] a line; empty asks for none")
     max_item_bytes: int = option(20 * MIB, "most bytes of one media item")
     max_pixels: int = option(50_000_000, "most pixels of one picture or one frame")
     max_audio_seconds: float = option(600.0, "longest recording")
@@ -35,7 +42,6 @@ class GatewayConfig(ServiceConfig):
     max_video_frames: int = option(768, "most frames of one video that are looked at")
     max_video_bytes: int = option(1024 * MIB, "most bytes that those take decoded")
     max_media_packets: int = option(200_000, "most packets of one recording or video that are read; a frame is one")
-    limit_mm_per_prompt: str = option("image=16,audio=4,video=4", "most media items of one request")
     allowed_media_domains: str = option("", "hosts that media URLs may name: a.org,*.b.org,c.net:8443; * is any; empty: none")
     allowed_media_private_networks: str = option("", "networks that those may be in, besides public ones, as in 10.0.0.0/8")
     allowed_local_media_path: str = option("", "folder below which file: URLs may name media; empty: none")
@@ -55,7 +61,11 @@ class GatewayConfig(ServiceConfig):
             raise ValueError("--llm is required: the host:port of one or more language model servers")
         for flag, value in (("--encoder", self.encoder), ("--llm", self.llm)):
             _addresses(flag, value)
+        for name, value in vars(PROFILES[self.profile]).items():
+            if getattr(self, name) in (-1, ""):
+                object.__setattr__(self, name, value)
         _limits(self.limit_mm_per_prompt)
+        read_tenants(self.api_keys)
         for name in ("max_audio_seconds", "max_video_seconds", "probe_seconds", "media_fetch_seconds"):
             if not 0 < getattr(self, name) < _LONGEST:
                 flag = f"--{name.replace('_', '-')}"
@@ -70,8 +80,9 @@ class GatewayConfig(ServiceConfig):
             raise ValueError(f"--allowed-media-domains or --allowed-media-private-networks: {error}") from None
         if not 0 <= self.video_pruning_rate < 1:
             raise ValueError(f"--video-pruning-rate must be at least 0 and less than 1, got {self.video_pruning_rate}")
+        may_be_0 = ("max_model_len", "max_queued_requests", "max_passed")
         for name, value in vars(self).items():
-            least = int(name.startswith(("max_", "default_")) and name not in ("max_model_len", "max_queued_requests"))
+            least = int(name.startswith(("max_", "default_")) and name not in may_be_0)
             least = 1 if name == "probe_workers" else _LEAST_MEMORY if name == "probe_memory_bytes" else least
             if isinstance(value, int) and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
+import prometheus_client
 
 from services.common.server import Readiness
 from services.gateway.admission import Ledger
@@ -12,9 +14,12 @@ from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.chat import Chat
 from services.gateway.config import GatewayConfig
+from services.gateway.gate import GateLimits
 from services.gateway.media import Probe
+from services.gateway.metrics import LedgerCollector
 from services.gateway.model import ServedModel
 from services.gateway.servicer import ChatServicer
+from services.gateway.tenants import read_tenants
 from triptych.gateway.v1 import gateway_pb2_grpc
 
 POLL_SECONDS = 1.0
@@ -30,17 +35,21 @@ class GatewayService:
     def __init__(self, config: GatewayConfig) -> None:
         model = ServedModel(config)
         self.backends = Backends(config.encoder_addresses, config.llm_addresses, model.checkpoint.fingerprint)
-        self.ledger = Ledger(max_running=config.max_num_running, max_queued=config.max_queued_requests)
+        self.tenants = read_tenants(config.api_keys)
+        limits = GateLimits(config.max_num_running, config.max_queued_requests, config.max_passed, config.max_media_bytes)
+        self.ledger = Ledger(limits)
+        self._collector = LedgerCollector(self.ledger)
         self.background = Background()
         self.probe = Probe(model, config)
-        chat = Chat(model, config, self.probe, self.backends, self.ledger, self.background)
-        self._servicer = ChatServicer(model, chat, self.ledger)
+        chat = Chat(model, config, self.probe, self.backends, self.ledger, self.background, self.tenants)
+        self._servicer = ChatServicer(model, chat, self.ledger, self.tenants)
         self._poller: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         gateway_pb2_grpc.add_ChatServiceServicer_to_server(self._servicer, server)
 
     async def start(self, readiness: Readiness, address: str) -> None:
+        prometheus_client.REGISTRY.register(self._collector)
         await self.probe.start()
         await self._poll(readiness)
         self._poller = asyncio.create_task(self._keep_polling(readiness))
@@ -51,6 +60,8 @@ class GatewayService:
     async def stop(self) -> None:
         if self._poller is not None:
             self._poller.cancel()
+        with contextlib.suppress(KeyError):  # it was never started, or is stopped already
+            prometheus_client.REGISTRY.unregister(self._collector)
         await self.probe.stop()
         await self.background.finish(_LAST_RELEASES)
         await self.backends.close()
@@ -62,10 +73,26 @@ class GatewayService:
 
     async def _poll(self, readiness: Readiness) -> None:
         await self.backends.refresh()
-        for address, llm in self.backends.llms.items():
-            if llm.ready and llm.load.block_size:
-                self.ledger.update(address, total=llm.load.total_blocks, block_size=llm.load.block_size)
-            else:
-                self.ledger.close(address)
+        self._publish()
         if readiness.ready != self.backends.ready:
             await readiness.set(self.backends.ready)
+
+    def _publish(self) -> None:
+        """Budgets from what the backends say of themselves."""
+        for address, llm in self.backends.llms.items():
+            if llm.ready and llm.load.block_size:
+                self.ledger.update(
+                    address,
+                    total=llm.load.total_blocks,
+                    block_size=llm.load.block_size,
+                    batch_tokens=llm.load.max_num_batched_tokens,
+                    max_sequences=llm.load.max_num_seqs,
+                )
+            else:
+                self.ledger.close(address)
+        loads = [encoder.load for encoder in self.backends.encoders if encoder.ready]
+        self.ledger.update_encoders(
+            batch_patches=sum(load.max_num_batched_patches for load in loads),
+            max_items=sum(load.max_pending_items for load in loads),
+            max_bytes=sum(load.max_held_bytes for load in loads),
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
@@ -18,6 +18,7 @@ from services.gateway.chat import Admitted, Chat, Delta, Done, Event
 from services.gateway.model import ServedModel
 from services.gateway.pages import Answer, Pages, opening, read_start
 from services.gateway.prompt import Item, Prompt
+from services.gateway.tenants import Tenants, credentials
 from services.gateway.wire import grid_to_proto, modality_to_proto
 from services.models.media import Modality, Recording
 from triptych.common.v1 import usage_pb2
@@ -29,10 +30,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
     """Translates."""
 
-    def __init__(self, model: ServedModel, chat: Chat, ledger: Ledger) -> None:
-        self._model, self._chat, self._ledger = model, chat, ledger
+    def __init__(self, model: ServedModel, chat: Chat, ledger: Ledger, tenants: Tenants) -> None:
+        self._model, self._chat, self._ledger, self._tenants = model, chat, ledger, tenants
 
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> AsyncIterator[gateway_pb2.ChatResponse]:
+        _present(context)
         async with aclosing(self._chat.answer(request, logs.request_id.get(), time_left(context))) as events:
             async for event in events:
                 yield self._response(event)
@@ -40,22 +42,26 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
     async def EstimateTokens(
         self, request: gateway_pb2.EstimateTokensRequest, context: Context
     ) -> gateway_pb2.EstimateTokensResponse:
+        _present(context)
         prompt = await self._chat.prompt(request)
-        tokens = len(prompt.token_ids)
+        tokens, cost = len(prompt.token_ids), self._chat.ask(prompt).cost
         return gateway_pb2.EstimateTokensResponse(
             prompt_tokens=tokens,
             prompt_tokens_details=_prompt_tokens(prompt),
             media=[_estimate(item) for item in prompt.items],
             cost=gateway_pb2.Cost(
-                encoder_patches=prompt.patches,
-                prefill_tokens=tokens,
-                kv_blocks=-(-(tokens + self._chat.max_tokens(prompt)) // self._chat.block_size),
-                host_bytes=prompt.media_bytes,
+                encoder_patches=cost.encoder_patches,
+                prefill_tokens=cost.prefill_tokens,
+                kv_blocks=cost.blocks(self._chat.block_size),
+                host_bytes=cost.media_bytes,
             ),
             max_model_len=self._chat.max_model_len,
+            expected_wait_seconds=self._chat.expected_wait(prompt),
         )
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Context) -> gateway_pb2.ListModelsResponse:
+        _present(context)
+        self._tenants.signed_in()
         model = gateway_pb2.Model(
             name=self._model.name,
             family=self._model.family,
@@ -67,6 +73,8 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
     async def ChatPages(
         self, request_iterator: AsyncIterator[gateway_pb2.ChatPagesRequest], context: Context
     ) -> AsyncIterator[gateway_pb2.ChatPagesResponse]:
+        _present(context)
+        self._tenants.signed_in()
         start = await read_start(request_iterator)
         self._chat.check(opening(start))
         request_id = logs.request_id.get()
@@ -77,6 +85,8 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
                 yield response
 
     async def GetLoad(self, request: gateway_pb2.GetLoadRequest, context: Context) -> gateway_pb2.GetLoadResponse:
+        _present(context)
+        self._tenants.signed_in()
         return gateway_pb2.GetLoadResponse(
             running_requests=self._ledger.running,
             queued_requests=self._ledger.queued,
@@ -84,6 +94,9 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
             total_kv_blocks=sum(pool.total for pool in self._ledger.open_pools),
             tasks=len(asyncio.all_tasks()),
             finished_requests=self._chat.finished,
+            reserved=_budgets(self._ledger.reserved),
+            budget=_budgets(self._ledger.limit),
+            refused_requests=self._ledger.refused,
         )
 
     def _response(self, event: Event) -> gateway_pb2.ChatResponse:
@@ -100,6 +113,21 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
                 return gateway_pb2.ChatResponse(delta=gateway_pb2.Delta(text=text, token_ids=token_ids, first_logits=logits))
             case Done():
                 return gateway_pb2.ChatResponse(done=_done(event))
+
+
+def _present(context: Context) -> None:
+    """Say what the caller presented of itself; whoever does the work asks who that is."""
+    given = dict(context.invocation_metadata() or ()).get("authorization", "")
+    credentials.set(given if isinstance(given, str) else "")
+
+
+def _budgets(figures: Mapping[str, int]) -> gateway_pb2.Cost:
+    return gateway_pb2.Cost(
+        encoder_patches=figures.get("encoder_patches", 0),
+        prefill_tokens=figures.get("prefill_tokens", 0),
+        kv_blocks=figures.get("kv_blocks", 0),
+        host_bytes=figures.get("host_bytes", 0),
+    )
 
 
 def _done(event: Done) -> gateway_pb2.Done:

@@ -212,21 +212,25 @@ async def test_everything_is_back_after_release(checkpoint_dir: Dirs) -> None:
     async with running(checkpoint_dir("qwen2_vl")) as client:
         start = await client.load()
         assert (start.refs, start.held_bytes, start.pending_items) == (0, 0, 0)
+        assert (start.max_pending_items, start.max_held_bytes, start.max_num_batched_patches) == (256, 4 * 1024**3, 16384)
         done = [await client.encode_picture(picture(60, 60, i)) for i in range(3)]
         failed = await client.encode(b"junk", 4)
         items = await client.fetch(*done, failed)
         load = await client.load()
         assert load.refs == 4 and load.encoded_items == 3
+        assert (load.pending_patches, load.encoded_patches) == (0, 3 * 16)
         assert load.held_bytes == sum(item.rows().nbytes for item in items[:3])
         assert load.cached_items == 0
         with gate(client):
             pending = [await client.encode_picture(picture(60, 60, 10 + i)) for i in range(4)]
             reader = asyncio.create_task(client.fetch(*pending))
             await client.wait_until(lambda load: load.pending_items == 4 and load.tasks > start.tasks)
+            await client.wait_until(lambda load: load.pending_patches == 4 * 16)
             await client.release(*done, failed, *pending, "unknown")
             assert all(item.error and item.error.reason == "REF_NOT_FOUND" for item in await reader)
             await client.release(*done)
             end = await client.wait_until(lambda load: load.tasks == start.tasks)
+        end = await client.wait_until(lambda load: load.pending_patches == 0)
         assert (end.refs, end.held_bytes, end.pending_items) == (0, 0, 0)
         assert (end.cached_items, end.cached_bytes) == (3, load.held_bytes)
 

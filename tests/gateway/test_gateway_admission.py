@@ -1,23 +1,30 @@
-"""The ledger of KV blocks."""
+"""The ledger: the gate with tasks that wait."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
+from gateway_fakes import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
-from services.gateway.admission import Ledger, NeverFits, NoPool, QueueFull, Reservation
+from services.gateway.admission import Ask, Busy, Ledger, NeverFits, NoPool, Reservation
+from services.gateway.cost import Class, Cost
+from services.gateway.gate import GateLimits
+from services.gateway.metrics import LedgerCollector
+from services.gateway.tenants import EVERYBODY
 
 
 def ledger(total: int = 10, max_running: int = 8, max_queued: int = 8) -> Ledger:
-    result = Ledger(max_running=max_running, max_queued=max_queued)
+    result = Ledger(GateLimits(max_running, max_queued))
     result.update("a", total=total, block_size=16)
     return result
+
+
+def ask(tokens: int) -> Ask:
+    return Ask(Cost(tokens, 0))
 
 
 class Holder:
@@ -29,7 +36,7 @@ class Holder:
         self.task = asyncio.create_task(self._run(ledger, tokens, timeout))
 
     async def _run(self, ledger: Ledger, tokens: int, timeout: float) -> None:
-        async with ledger.reserve(tokens, timeout) as self.granted:
+        async with ledger.reserve(ask(tokens), timeout) as self.granted:
             await self.let_go.wait()
         self.granted = None
 
@@ -42,80 +49,56 @@ async def settle() -> None:
 @pytest.mark.asyncio
 async def test_blocks_are_rounded_up_and_given_back() -> None:
     book = ledger()
-    async with book.reserve(17, 1) as reservation:
+    async with book.reserve(ask(17), 1) as reservation:
         assert (reservation.pool.name, reservation.blocks, book.reserved_blocks, book.running) == ("a", 2, 2, 1)
     assert (book.reserved_blocks, book.running) == (0, 0)
     with pytest.raises(KeyError):
-        async with book.reserve(160, 1):
+        async with book.reserve(ask(160), 1):
             raise KeyError
     assert (book.reserved_blocks, book.running) == (0, 0)
 
 
 @pytest.mark.asyncio
-async def test_first_come_first_served_and_no_overtaking() -> None:
-    book = ledger()
-    first, second, third = Holder(book, 96), Holder(book, 96), Holder(book, 16)
+async def test_who_waits_gets_in_when_others_end() -> None:
+    book = ledger(max_running=1)
+    first, second, third = Holder(book, 16), Holder(book, 160), Holder(book, 16)
     await settle()
-    assert first.granted and not second.granted and not third.granted  # the third would fit
-    assert book.queued == 2
+    assert first.granted and (book.running, book.queued) == (1, 2) and book.queued_by_class == {Class.SHORT_TEXT: 2}
+    assert book.expected_wait(ask(16)) > 0
     first.let_go.set()
-    await settle()
-    assert second.granted and third.granted and book.queued == 0
-    for holder in (second, third):
-        holder.let_go.set()
+    await until(lambda: second.granted is not None)
+    second.let_go.set()
+    await until(lambda: third.granted is not None)
+    third.let_go.set()
     await asyncio.gather(first.task, second.task, third.task)
     book.check_integrity()
-    assert book.reserved_blocks == 0
-
-
-@pytest.mark.asyncio
-async def test_most_running_requests() -> None:
-    book = ledger(max_running=1)
-    first, second = Holder(book, 16), Holder(book, 16)
-    await settle()
-    assert first.granted and not second.granted
-    first.let_go.set()
-    second.let_go.set()
-    await asyncio.gather(first.task, second.task)
+    assert (book.reserved_blocks, book.queued, book.expected_wait(ask(16))) == (0, 0, 0)
 
 
 @pytest.mark.asyncio
 async def test_refusals() -> None:
     book = ledger(max_queued=1)
-    with pytest.raises(NeverFits) as never:
-        async with book.reserve(161, 1):
+    with pytest.raises(NeverFits):
+        async with book.reserve(ask(161), 1):
             pass
-    assert (never.value.requested, never.value.limit) == (11, 10)
-    async with book.reserve(160, 1):
+    async with book.reserve(ask(160), 1):
         waiting = Holder(book, 16)
         await settle()
-        with pytest.raises(QueueFull):
-            async with book.reserve(16, 1):
+        with pytest.raises(Busy):
+            async with book.reserve(ask(16), 1):
                 pass
+        with pytest.raises(Busy):
+            book.check(EVERYBODY, Class.SHORT_TEXT, 60)
+        assert book.refused == 2
+        waiting.task.cancel()
+        await settle()
         with pytest.raises(TimeoutError):
-            waiting.task.cancel()
-            await settle()
-            async with book.reserve(16, 0.01):
+            async with book.reserve(ask(16), 0.01):
                 pass
         assert book.queued == 0
     with pytest.raises(NoPool):
-        async with Ledger(max_running=1, max_queued=1).reserve(1, 1):
+        async with Ledger(GateLimits(1, 1)).reserve(ask(1), 1):
             pass
-
-
-@pytest.mark.asyncio
-async def test_a_waiter_that_leaves_lets_the_next_one_in() -> None:
-    book = ledger()
-    running, large, small = Holder(book, 80), Holder(book, 160), Holder(book, 16)
-    await settle()
-    assert running.granted and not small.granted
-    large.task.cancel()
-    await settle()
-    assert small.granted
-    for holder in (running, small):
-        holder.let_go.set()
-    await asyncio.gather(running.task, small.task)
-    book.check_integrity()
 
 
 @pytest.mark.asyncio
@@ -145,11 +128,12 @@ async def test_pools_that_close_and_shrink() -> None:
     waiting = Holder(book, 80)
     await settle()
     assert waiting.granted and waiting.granted.pool.name == "b"
+    blocked = Holder(book, 80)
+    await settle()
     book.close("b")
     book.close("a")
-    late = Holder(book, 16)
     with pytest.raises(NoPool):
-        await late.task
+        await blocked.task
     for holder in (running, waiting):
         holder.let_go.set()
     await asyncio.gather(running.task, waiting.task)
@@ -158,12 +142,31 @@ async def test_pools_that_close_and_shrink() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_emptiest_pool_is_chosen() -> None:
+async def test_figures_of_the_ledger() -> None:
     book = ledger()
-    book.update("b", total=10, block_size=16)
-    async with AsyncExitStack() as exits:
-        names = [(await exits.enter_async_context(book.reserve(32, 1))).pool.name for _ in range(4)]
-    assert sorted(names) == ["a", "a", "b", "b"]
+    book.update("b", total=6, block_size=16, batch_tokens=100, max_sequences=4)
+    book.update_encoders(batch_patches=50, max_items=9, max_bytes=1000)
+    collector = LedgerCollector(book)
+    REGISTRY.register(collector)
+    try:
+        async with book.reserve(Ask(Cost(40, 5, encoder_patches=30, encoder_items=1, media_bytes=70), Class.IMAGE), 1) as held:
+            assert book.reserved == {
+                "requests": 1, "encoder_patches": 30, "encoder_items": 1, "encoder_bytes": 70, "host_bytes": 70,
+                "kv_blocks": 3, "prefill_tokens": 40, "sequences": 1,
+            }  # fmt: skip
+            assert (book.limit["kv_blocks"], book.limit["prefill_tokens"], book.limit["encoder_patches"]) == (16, 400, 200)
+            assert (book.limit["sequences"], book.limit["requests"]) == (5, 8)
+            assert REGISTRY.get_sample_value("triptych_gateway_reserved", {"budget": "kv_blocks"}) == 3
+            assert REGISTRY.get_sample_value("triptych_gateway_budget", {"budget": "kv_blocks"}) == 16
+            assert REGISTRY.get_sample_value("triptych_gateway_queued_requests", {"kind": "image"}) == 0
+            book.flowed(held)
+            assert (book.reserved["encoder_patches"], book.reserved["prefill_tokens"], book.reserved["kv_blocks"]) == (0, 0, 3)
+            book.move(held, "a" if held.pool.name == "b" else "b")
+            book.close("a")
+            assert book.limit["kv_blocks"] == 6
+        assert set(book.reserved.values()) == {0}
+    finally:
+        REGISTRY.unregister(collector)
 
 
 STEPS = st.lists(
@@ -177,7 +180,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(STEPS)
 def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
@@ -201,13 +204,9 @@ def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int]]) -> None:
         for holder in holders:
             holder.let_go.set()
         outcomes = await asyncio.wait_for(asyncio.gather(*(h.task for h in holders), return_exceptions=True), 5)
-        allowed = (NeverFits, QueueFull, NoPool, asyncio.CancelledError, type(None))
+        allowed = (NeverFits, Busy, NoPool, asyncio.CancelledError, type(None))
         assert all(isinstance(outcome, allowed) for outcome in outcomes), outcomes
         book.check_integrity()
         assert (book.running, book.queued, book.reserved_blocks) == (0, 0, 0)
 
-    run(scenario())
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
+    asyncio.run(scenario())

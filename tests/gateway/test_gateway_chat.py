@@ -275,17 +275,17 @@ async def test_queue_full_and_never_fitting(qwen: Path) -> None:
         s.llm.gate.clear()
         first = s.stub.Chat(ask("first"))
         await first.read()
+        with refused(INVALID, "the limit is 1000") as errors:
+            await answer(s, ask("huge", max_tokens=16_000))
+        assert errors[0].reason == "KV_CAPACITY_EXCEEDED" and errors[0].metadata["limit"] == "1000"
+        assert int(errors[0].metadata["requested"]) > 1000
         second = asyncio.create_task(answer(s, ask("second")))
         await until(lambda: s.service.ledger.queued == 1)
         load = await s.load()
         assert (load.running_requests, load.queued_requests, load.total_kv_blocks) == (1, 1, 1000) and load.reserved_kv_blocks > 0
         with refused(CODE.RESOURCE_EXHAUSTED) as errors:
             await answer(s, ask("third"))
-        assert errors[0].reason == "QUEUE_FULL" and errors[0].retry_delay == 1
-        with refused(INVALID, "the limit is 1000") as errors:
-            await answer(s, ask("huge", max_tokens=16_000))
-        assert errors[0].reason == "KV_CAPACITY_EXCEEDED" and errors[0].metadata["limit"] == "1000"
-        assert int(errors[0].metadata["requested"]) > 1000
+        assert errors[0].reason == "QUEUE_FULL" and errors[0].retry_delay == 1 and (await s.load()).refused_requests == 1
         s.llm.gate.set()
         assert (await second)[-1].HasField("done") and await last(first)
         await s.idle()
