@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import grpc
 
+from services.common import logs
 from services.common.server import Readiness
 from services.gateway.admission import Ledger
 from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.chat import Chat
 from services.gateway.config import GatewayConfig
+from services.gateway.http.door import Door
+from services.gateway.http.routes import Routes
+from services.gateway.http.server import HttpServer
 from services.gateway.media import Probe
 from services.gateway.model import ServedModel
 from services.gateway.servicer import ChatServicer
 from triptych.gateway.v1 import gateway_pb2_grpc
 
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
+HTTP_STALL_SECONDS = 30.0  # that an HTTP client may neither send nor read
 _LAST_RELEASES = 5.0  # seconds for giving back what the last requests held
 
 
@@ -35,6 +42,7 @@ class GatewayService:
         self.probe = Probe(model, config)
         chat = Chat(model, config, self.probe, self.backends, self.ledger, self.background)
         self._servicer = ChatServicer(model, chat, self.ledger)
+        self.http = self._http_server(model, config, chat) if config.http_port >= 0 else None
         self._poller: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -44,16 +52,27 @@ class GatewayService:
         await self.probe.start()
         await self._poll(readiness)
         self._poller = asyncio.create_task(self._keep_polling(readiness))
+        if self.http is not None:
+            self.http.start()
+            logs.event(logger, "serving http", http_address=self.http.address)
 
     async def settled(self) -> None:
-        """At once: nobody needs the gateway but its callers."""
+        """Nobody needs the gateway but its callers; those over HTTP are known here only."""
+        if self.http is not None:
+            await self.http.drain()
 
     async def stop(self) -> None:
+        if self.http is not None:
+            await self.http.stop()
         if self._poller is not None:
             self._poller.cancel()
         await self.probe.stop()
         await self.background.finish(_LAST_RELEASES)
         await self.backends.close()
+
+    def _http_server(self, model: ServedModel, config: GatewayConfig, chat: Chat) -> HttpServer:
+        routes = Routes(model, chat, self._servicer, config.max_text_bytes, lambda: self.backends.ready)
+        return HttpServer(Door(routes.table, config.max_http_body_bytes, HTTP_STALL_SECONDS), config.host, config.http_port)
 
     async def _keep_polling(self, readiness: Readiness) -> None:
         while True:
