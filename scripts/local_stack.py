@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ STOP_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class LocalStack:
-    """A running stack: the gateway's address and the process of ``triptych up``."""
+    """A running stack: the gateway's addresses for gRPC and for HTTP, and the process of ``triptych up``."""
 
     address: str
+    http_address: str
     process: subprocess.Popen[str]
 
     def stop(self) -> int:
@@ -34,16 +36,16 @@ def local_stack(*flags: str, quiet: bool = False, log_dir: Path | None = None) -
     Raises:
         RuntimeError: it ended before it was ready; its own messages are on stderr.
     """
-    command = [sys.executable, "-m", "triptych", "up", "--grpc-port", "0", *flags]
+    command = [sys.executable, "-m", "triptych", "up", "--grpc-port", "0", "--http-port", "0", *flags]
     if log_dir is not None:
         command += ["--log-dir", str(log_dir)]
     errors = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
-    line = process.stdout.readline()  # "ready grpc=HOST:PORT", or nothing when it ended
-    if not line.startswith("ready grpc="):
+    ready = re.fullmatch(r"ready grpc=(\S+) http=(\S+)\n", process.stdout.readline())  # it reads nothing when it ended
+    if ready is None:
         raise RuntimeError(f"`{' '.join(command)}` ended with exit code {process.wait(STOP_SECONDS)} before it was ready")
-    stack = LocalStack(line.removeprefix("ready grpc=").strip(), process)
+    stack = LocalStack(ready[1], ready[2], process)
     try:
         yield stack
     finally:

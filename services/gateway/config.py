@@ -22,6 +22,8 @@ class GatewayConfig(ServiceConfig):
     """The gateway: counts, admits and routes requests, and streams the answers."""
 
     port: int = option(50050, "gRPC port; 0 takes a free one and logs it")
+    http_port: int = option(-1, "port of the OpenAI-compatible HTTP door; 0 takes a free one and logs it, -1 leaves it out")
+    max_http_body_bytes: int = option(32 * MIB, "most bytes of one HTTP request's body")
     model: str = option("", "checkpoint folder or hub id; empty means the embedded model")
     served_model_name: str = option("", "the model's name in requests; empty means the checkpoint's own")
     encoder: str = option("", "host:port of every encoder, separated by commas; empty serves text only")
@@ -80,11 +82,13 @@ class GatewayConfig(ServiceConfig):
             raise ValueError(f"--allowed-media-domains or --allowed-media-private-networks: {error}") from None
         if not 0 <= self.video_pruning_rate < 1:
             raise ValueError(f"--video-pruning-rate must be at least 0 and less than 1, got {self.video_pruning_rate}")
+        if not -1 <= self.http_port <= 65535:
+            raise ValueError(f"--http-port must be between -1 and 65535, got {self.http_port}")
         may_be_0 = ("max_model_len", "max_queued_requests", "max_passed")
         for name, value in vars(self).items():
             least = int(name.startswith(("max_", "default_")) and name not in may_be_0)
             least = 1 if name == "probe_workers" else _LEAST_MEMORY if name == "probe_memory_bytes" else least
-            if isinstance(value, int) and value < least:
+            if isinstance(value, int) and value < least and name != "http_port":
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 import grpc
 import prometheus_client
 
+from services.common import logs
 from services.common.server import Readiness
 from services.gateway.admission import Ledger
 from services.gateway.backends import Backends
@@ -15,6 +17,9 @@ from services.gateway.background import Background
 from services.gateway.chat import Chat
 from services.gateway.config import GatewayConfig
 from services.gateway.gate import GateLimits
+from services.gateway.http.door import Door
+from services.gateway.http.routes import Routes
+from services.gateway.http.server import HttpServer
 from services.gateway.media import Probe
 from services.gateway.metrics import LedgerCollector
 from services.gateway.model import ServedModel
@@ -22,7 +27,9 @@ from services.gateway.servicer import ChatServicer
 from services.gateway.tenants import read_tenants
 from triptych.gateway.v1 import gateway_pb2_grpc
 
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
+HTTP_STALL_SECONDS = 30.0  # that an HTTP client may neither send nor read
 _LAST_RELEASES = 5.0  # seconds for giving back what the last requests held
 
 
@@ -43,6 +50,7 @@ class GatewayService:
         self.probe = Probe(model, config)
         chat = Chat(model, config, self.probe, self.backends, self.ledger, self.background, self.tenants)
         self._servicer = ChatServicer(model, chat, self.ledger, self.tenants)
+        self.http = self._http_server(model, config, chat) if config.http_port >= 0 else None
         self._poller: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -53,11 +61,18 @@ class GatewayService:
         await self.probe.start()
         await self._poll(readiness)
         self._poller = asyncio.create_task(self._keep_polling(readiness))
+        if self.http is not None:
+            self.http.start()
+            logs.event(logger, "serving http", http_address=self.http.address)
 
     async def settled(self) -> None:
-        """At once: nobody needs the gateway but its callers."""
+        """Nobody needs the gateway but its callers; those over HTTP are known here only."""
+        if self.http is not None:
+            await self.http.drain()
 
     async def stop(self) -> None:
+        if self.http is not None:
+            await self.http.stop()
         if self._poller is not None:
             self._poller.cancel()
         with contextlib.suppress(KeyError):  # it was never started, or is stopped already
@@ -65,6 +80,10 @@ class GatewayService:
         await self.probe.stop()
         await self.background.finish(_LAST_RELEASES)
         await self.backends.close()
+
+    def _http_server(self, model: ServedModel, config: GatewayConfig, chat: Chat) -> HttpServer:
+        routes = Routes(model, chat, self._servicer, config.max_text_bytes, lambda: self.backends.ready)
+        return HttpServer(Door(routes.table, config.max_http_body_bytes, HTTP_STALL_SECONDS), config.host, config.http_port)
 
     async def _keep_polling(self, readiness: Readiness) -> None:
         while True:

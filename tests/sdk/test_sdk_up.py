@@ -1,8 +1,10 @@
 """`triptych up` with real processes: fake services that listen, log, drain, hang or crash."""
 
+import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -44,6 +46,9 @@ def main(name):
         "grpc.health.v1.Health", {"Check": grpc.unary_unary_rpc_method_handler(check)}),))
     port = server.add_insecure_port("127.0.0.1:" + sys.argv[sys.argv.index("--port") + 1])
     server.start()
+    if name == "gateway":
+        http = {"level": "info", "event": "serving http", "http_address": "127.0.0.1:8123"}
+        print(json.dumps(http), file=sys.stderr, flush=True)
     line = {"level": "info", "event": "serving", "address": f"127.0.0.1:{port}"}
     print(json.dumps(line), file=sys.stderr, flush=True)
     stop.wait()
@@ -120,9 +125,11 @@ def wait_until_dead(state: Path) -> None:
 
 
 def test_up_starts_says_ready_and_drains(up, tmp_path):
-    process = up("--model", "some/model", "--dtype", "float32", "--max-model-len", "128", "--encoders", "2")
+    flags = ("--model", "some/model", "--dtype", "float32", "--max-model-len", "128", "--encoders", "2", "--http-port", "0")
+    process = up(*flags)
     ready = process.stdout.readline()
-    host, port = ready.removeprefix("ready grpc=").strip().split(":")
+    host, port, http_host, http_port = re.fullmatch(r"ready grpc=(\S+):(\d+) http=(\S+):(\d+)\n", ready).groups()
+    assert (http_host, http_port) == ("127.0.0.1", "8123")
     socket.create_connection((host, int(port)), timeout=5).close()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the services must not see it
     out, err = process.communicate(timeout=30)
@@ -134,9 +141,19 @@ def test_up_starts_says_ready_and_drains(up, tmp_path):
     flags = dict(zip(calls[-1][1::2], calls[-1][2::2], strict=True))
     assert flags["--encoder"].count(",") == 1 and flags["--llm"].count(",") == 0
     assert (flags["--model"], flags["--max-model-len"], flags["--port"]) == ("some/model", "128", "0")
+    assert flags["--http-port"] == "0"
     llm = next(call for call in calls if call[0] == "llm")
     assert " ".join(llm[1:]) == "--host 127.0.0.1 --port 0 --model some/model --dtype float32 --max-model-len 128"
     assert '"serving"' in (tmp_path / "logs" / "encoder-0.log").read_text()
+
+
+def test_a_taken_http_port_is_replaced_by_a_free_one(up, tmp_path):
+    with contextlib.ExitStack() as taken:
+        with contextlib.suppress(OSError):  # then somebody else has it, which is as good
+            taken.enter_context(socket.create_server(("127.0.0.1", 8000)))
+        up().stdout.readline()
+    gateway = json.loads((tmp_path / "argv").read_text().splitlines()[-1])
+    assert gateway[gateway.index("--http-port") + 1] == "0"
 
 
 def test_sigterm_drains_too_and_verbose_shows_logs(up, tmp_path):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -50,9 +51,10 @@ pytestmark = pytest.mark.skipif(shutil.which("docker-compose") is None, reason="
 
 
 def test_the_stack_of_the_compose_file_answers() -> None:
-    ports = free_ports(3)
+    *ports, http_port = free_ports(4)
     environment = {
         "TRIPTYCH_HOST": "127.0.0.1",
+        "TRIPTYCH_HTTP_PORT": str(http_port),
         **{f"TRIPTYCH_{s.upper()}_PORT": str(p) for s, p in zip(SERVICES, ports, strict=True)},
         "TRIPTYCH_ENCODER": f"127.0.0.1:{ports[0]}",
         "TRIPTYCH_LLM": f"127.0.0.1:{ports[1]}",
@@ -73,6 +75,8 @@ def test_the_stack_of_the_compose_file_answers() -> None:
         with triptych.Client(f"127.0.0.1:{ports[2]}") as client:
             result = client.chat([triptych.image(ROOT / "examples/circle.png"), "What color is the circle?"], max_tokens=8)
         assert result.text == "red"
+        with urlopen(f"http://127.0.0.1:{http_port}/health", timeout=10) as health:
+            assert health.status == 200
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0

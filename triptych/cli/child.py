@@ -22,7 +22,8 @@ Event: TypeAlias = "Child | signal.Signals"
 
 
 class Child:
-    """A process that logs JSON lines to stderr and says `"event": "serving"` with its address when it listens.
+    """A process that logs JSON lines to stderr and says `"event": "serving"` with its address when it listens; one that also listens
+    for HTTP has said so in an `http_address` before.
 
     It has a session of its own, so that Ctrl-C does not reach it, and on Linux it dies with its parent. It puts itself
     into `events` when it starts serving and when it has ended. Make it on the main thread.
@@ -34,6 +35,7 @@ class Child:
         self.name = name
         self.log = log
         self.address: str | None = None
+        self.http_address: str | None = None
         self.returncode: int | None = None
         self.seconds = 0.0
         self._echo = echo
@@ -86,6 +88,8 @@ class Child:
                 if self._echo:
                     sys.stderr.write(f"[{self.name}] {line}")
                 record = _record(line)
+                if "http_address" in record:
+                    self.http_address = str(record["http_address"])
                 if self.address is None and record.get("event") == "serving":
                     self.seconds = time.monotonic() - self._start
                     self.address = str(record["address"])

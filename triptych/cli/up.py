@@ -2,9 +2,11 @@
 
 import argparse
 import importlib.util
+import socket
 import tempfile
 from pathlib import Path
 
+from triptych.cli.child import Child
 from triptych.cli.stack import ChildEnded, Interrupted, Stack, say
 from triptych.client import Client
 from triptych.errors import TriptychError
@@ -15,10 +17,11 @@ EXAMPLES = """examples:
   triptych up --model Qwen/Qwen2-VL-2B-Instruct --dtype bfloat16 --device cuda
   triptych up --encoders 2 --llms 2 --verbose
 
-It prints `ready grpc=HOST:PORT` to stdout when it takes requests."""
+It prints `ready grpc=HOST:PORT http=HOST:PORT` to stdout when it takes requests."""
 
 _POLL = 0.1
-_NEEDED = ("services", "uvloop", "prometheus_client", "tokenizers", "torch", "transformers")
+_HTTP_PORT = 8000
+_NEEDED = ("services", "uvloop", "uvicorn", "prometheus_client", "tokenizers", "torch", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="checkpoint (the embedded one)")
     parser.add_argument("--host", default="127.0.0.1", help="where the gateway listens (%(default)s)")
     parser.add_argument("--grpc-port", metavar="P", type=int, default=50050, help="(%(default)s; 0 picks one)")
+    http = f"of the OpenAI API, on the same host (0 picks one; {_HTTP_PORT}, or where that is taken 0)"
+    parser.add_argument("--http-port", metavar="P", type=int, help=http)
     parser.add_argument("--encoders", metavar="N", type=_count, default=1, help="(%(default)s)")
     parser.add_argument("--llms", metavar="N", type=_count, default=1, help="(%(default)s)")
     parser.add_argument("--dtype", metavar="D", help="such as float32 or bfloat16 (the services' default)")
@@ -50,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     stack = Stack(log_dir, verbose=args.verbose)
     ready = False
     try:
-        address = _start(stack, args)
+        gateway = _start(stack, args)
         ready = True
-        print(f"ready grpc={address}", flush=True)
+        print(f"ready grpc={gateway.address} http={gateway.http_address}", flush=True)
         stack.wait(lambda: False)
         return 0
     except Interrupted as interrupted:
@@ -70,22 +75,23 @@ def run(args: argparse.Namespace) -> int:
         stack.kill()
 
 
-def _start(stack: Stack, args: argparse.Namespace) -> str:
-    """Starts everything and returns the gateway's address once it takes requests."""
+def _start(stack: Stack, args: argparse.Namespace) -> Child:
+    """Starts everything and returns the gateway once it takes requests."""
     model = _flags(args, "model")
     length = _flags(args, "max_model_len")
     backend = ["--host", "127.0.0.1", "--port", "0", *model, *_flags(args, "dtype", "device")]
     encoders = stack.start("encoder", args.encoders, *backend)
     llms = stack.start("llm", args.llms, *backend, *length)
     stack.wait(lambda: all(child.address for child in [*encoders, *llms]))
-    door = ["--host", args.host, "--port", str(args.grpc_port)]
+    http_port = _free_http_port(args.host) if args.http_port is None else args.http_port
+    door = ["--host", args.host, "--port", str(args.grpc_port), "--http-port", str(http_port)]
     addresses = [",".join(str(child.address) for child in children) for children in (encoders, llms)]
     (gateway,) = stack.start("gateway", 1, *door, "--encoder", addresses[0], "--llm", addresses[1], *model, *length)
     stack.wait(lambda: gateway.address is not None)
     address = str(gateway.address)
     with Client(address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"), timeout=1.0) as client:
         stack.wait(lambda: _is_ready(client), poll=_POLL)
-    return address
+    return gateway
 
 
 def _is_ready(client: Client) -> bool:
@@ -93,6 +99,16 @@ def _is_ready(client: Client) -> bool:
         return client.ready()
     except TriptychError:
         return False
+
+
+def _free_http_port(host: str) -> int:
+    """The usual one, or 0 where somebody else has it."""
+    bare = host.strip("[]")
+    try:
+        socket.create_server((bare, _HTTP_PORT), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
+    except OSError:
+        return 0
+    return _HTTP_PORT
 
 
 def _flags(args: argparse.Namespace, *names: str) -> list[str]:

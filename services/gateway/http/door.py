@@ -1,0 +1,161 @@
+"""The ASGI application: finds the route, lets it answer, and turns what goes wrong into answers that OpenAI's clients understand.
+
+A request ends early when its client leaves or the door is closed; the route is then cancelled, which reaches the backends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import prometheus_client
+
+from services.common import logs
+from services.common.errors import ServiceError, unavailable
+from services.gateway.http.exchange import ClientLeft, Exchange, Message, Receive, Send
+from services.gateway.http.problems import HttpError, internal, to_http
+from services.gateway.http.values import Value, read_json
+
+logger = logging.getLogger(__name__)
+_ANSWERS = prometheus_client.Counter("triptych_http_answers", "Answers of the HTTP door", ["route", "status"])
+_LARGE_BODY = 64 * 1024  # bytes; longer ones are read on a thread, so that others get their turn in between
+_LEFT = 499  # the status in logs and metrics where the client left before one was sent
+_DRAINING = "the service is shutting down; send the request to another replica or try again"
+
+
+@dataclass(frozen=True)
+class Route:
+    """What answers at a path.
+
+    Attributes:
+        methods: one of GET and POST; GET answers HEAD too.
+        answer: gets the body as JSON; that of a GET is null.
+        quiet: answers are not logged: a probe asks every few seconds.
+    """
+
+    method: str
+    answer: Callable[[Exchange, Value], Awaitable[None]]
+    quiet: bool = False
+
+
+class Door:
+    """Serves routes by path; a path that ends in ``/*`` stands for all below it.
+
+    Args:
+        routes: by path.
+        max_body_bytes: longest body.
+        stall_seconds: see :class:`Exchange`.
+    """
+
+    def __init__(self, routes: Mapping[str, Route], max_body_bytes: int, stall_seconds: float) -> None:
+        self._routes, self._max_body_bytes, self._stall_seconds = routes, max_body_bytes, stall_seconds
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.draining = False
+
+    async def drain(self) -> None:
+        """Refuse new requests; returns when nothing runs."""
+        self.draining = True
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """End what still runs, with an error; returns when nothing runs."""
+        self.draining = True
+        if not self._closing.done():
+            self._closing.set_result(None)
+        await self._idle.wait()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """ASGI's call, one a request; it never raises."""
+        assert scope["type"] == "http", "lifespan and websockets are off"
+        exchange = Exchange(scope, receive, send, self._stall_seconds)
+        logs.request_id.set(exchange.request_id)
+        name, route = self._find(exchange.path)
+        self._running += 1
+        self._idle.clear()
+        try:
+            await self._end_well(exchange, route, name)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+        status = exchange.status or _LEFT
+        _ANSWERS.labels(name, status).inc()
+        level = logging.DEBUG if route and route.quiet else logging.INFO
+        logs.event(
+            logger, "http call", level, method=exchange.method, route=name, status=status, seconds=round(exchange.seconds, 4)
+        )
+
+    def _find(self, path: str) -> tuple[str, Route | None]:
+        """A route and its path as the table has it, which is fit for logs and metrics."""
+        if path in self._routes:
+            return path, self._routes[path]
+        for pattern, route in self._routes.items():
+            if pattern.endswith("/*") and len(path) >= len(pattern) and path.startswith(pattern[:-1]):
+                return pattern, route
+        return "none", None
+
+    async def _end_well(self, exchange: Exchange, route: Route | None, name: str) -> None:
+        try:
+            await self._answer(exchange, route)
+        except ClientLeft:
+            logs.event(logger, "client left", route=name)
+        except (HttpError, ServiceError, TimeoutError) as error:
+            await self._refuse(exchange, _to_http(error))
+        except Exception as error:
+            logger.error("unexpected error", exc_info=error, extra={"fields": {"route": name}})
+            await self._refuse(exchange, internal(exchange.request_id))
+
+    async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
+        if error.code:
+            logs.event(logger, "refused", status=error.status, code=error.code, param=error.param)
+        try:
+            await exchange.refuse(error, unread=error.status in (408, 413))
+        except ClientLeft:
+            logs.event(logger, "client left")
+
+    async def _answer(self, exchange: Exchange, route: Route | None) -> None:
+        if route is None:
+            raise HttpError(404, "there is nothing at this path; the API is below /v1", code="not_found")
+        allowed = ("GET", "HEAD", "OPTIONS") if route.method == "GET" else ("POST", "OPTIONS")
+        allow = {"allow": ", ".join(allowed)}
+        if exchange.method == "OPTIONS":
+            await exchange.reply(204, b"", "text/plain", allow)
+            return
+        if exchange.method not in allowed:
+            raise HttpError(405, f"this path takes {route.method}", code="method_not_allowed", headers=allow)
+        if self.draining:
+            raise unavailable(_DRAINING)
+        body = Value(None)
+        if route.method == "POST":
+            data = await exchange.json_body(self._max_body_bytes)
+            body = await asyncio.to_thread(read_json, data) if len(data) > _LARGE_BODY else read_json(data)
+            del data
+        await self._while_wanted(exchange, route.answer(exchange, body))
+
+    async def _while_wanted(self, exchange: Exchange, answer: Awaitable[None]) -> None:
+        """Let the route answer for as long as somebody waits for it."""
+        work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(exchange.gone())
+        try:
+            await asyncio.wait((work, gone, self._closing), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if gone.done() and not gone.cancelled():
+            raise ClientLeft
+        raise unavailable(_DRAINING)
+
+
+def _to_http(error: HttpError | ServiceError | TimeoutError) -> HttpError:
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, TimeoutError):
+        return HttpError(504, "the request's deadline passed; allow it more time", code="deadline_exceeded")
+    return to_http(error)
