@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint protos eval bench-encoder bench-engine bench-incumbents bench-preprocess bench-transport help
+.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-incumbents bench-preprocess bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -38,6 +38,9 @@ protos: $(READY)  ## write the stubs from protos/
 
 eval: $(READY)  ## score the embedded model through the running stack
 	@$(BIN)/python -m scripts.embedded.evaluate
+
+bench-counting: $(READY)  ## time counting a picture's tokens on this CPU, from headers, against transformers' processors
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.counting
 
 bench-encoder: $(READY)  ## time the encoder on this CPU: packed batches, the first rows of an item, a small one beside it
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.encoder

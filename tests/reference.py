@@ -16,7 +16,8 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 
 from services.models.hf import transformers
-from services.models.media import Modality
+from services.models.media import Look, Modality
+from tests.looks import switched
 from tests.oracle import Item, Takes, catalogue
 
 WORDS = ["what", "is", "the", "colour", "of", "this", "picture", "and", "how", "many", "things", "do", "you", "see", "beside"]
@@ -65,9 +66,11 @@ def as_seen(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: turns of ``(role, parts)``, where a part is a text, an encoded picture, a recording or a clip."""
+    """One request: turns of ``(role, parts)``, where a part is a text, an encoded picture, a recording or a clip; ``low`` says
+    that its pictures are looked at with low detail."""
 
     turns: list[tuple[str, list[Part]]]
+    low: bool = False
 
     @property
     def pictures(self) -> list[Image.Image]:
@@ -235,18 +238,21 @@ class Oracle:
         self.multimodal = any((path / f"{name}_config.json").exists() for name in ("processor", "preprocessor"))
         self.processor = (transformers.AutoProcessor if self.multimodal else transformers.AutoTokenizer).from_pretrained(path)
 
-    def inputs(self, ask: Ask, **images: Any) -> Any:
-        """Processor output for one request; ``images`` are settings of the image processor for this call."""
+    def inputs(self, ask: Ask) -> Any:
+        """Processor output for one request."""
+        if not ask.low:
+            return self._inputs(ask, {})
+        with switched(self.processor, self.model_type, Look(low=True)) as images:
+            return self._inputs(ask, {"images_kwargs": images})
+
+    def _inputs(self, ask: Ask, settings: dict[str, Any]) -> Any:
         if not self.multimodal:
             turns = [{"role": role, "content": "".join(str(p) for p in parts)} for role, parts in ask.turns]
             return self.processor.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         if own := catalogue("INPUTS").get(self.model_type):
             return own(self.processor, ask.messages())
-        settings: dict[str, Any] = {}
         if ask.clips:
-            settings = dict(do_sample_frames=False, video_metadata=[[clip.facts for clip in ask.clips]])
-        if images:
-            settings["images_kwargs"] = images
+            settings = dict(do_sample_frames=False, video_metadata=[[clip.facts for clip in ask.clips]], **settings)
         return self.processor.apply_chat_template(
             ask.messages(),
             self.processor.chat_template or self.processor.tokenizer.chat_template,
@@ -259,7 +265,12 @@ class Oracle:
 
     @torch.no_grad()
     def answer(self, ask: Ask, new_tokens: int = NEW_TOKENS) -> Answer:
-        inputs = self.inputs(ask)
+        if ask.low:
+            with switched(self.processor, self.model_type, Look(low=True), self.model):
+                return self._answer(self.inputs(ask), new_tokens)
+        return self._answer(self.inputs(ask), new_tokens)
+
+    def _answer(self, inputs: Any, new_tokens: int) -> Answer:
         if self.dynamic:  # its frequencies stay as the longest sequence left them until a short one comes
             self.model(input_ids=inputs["input_ids"][:, :1])
         out = self.model.generate(

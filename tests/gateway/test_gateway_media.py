@@ -102,6 +102,7 @@ async def test_every_odd_file_is_counted_or_refused(omni: Path) -> None:
 
 LIMITS = [
     ({"max_audio_seconds": 0.5}, SECOND, "AUDIO_TOO_LONG", 8000, 16000),
+    ({"max_video_seconds": 1.5}, FILM, "VIDEO_TOO_LONG", 1.5, 2.0),
     ({"max_video_frames": 2}, FILM, "VIDEO_TOO_LONG", 2, 4),
     ({"max_video_bytes": 10_000}, FILM, "VIDEO_TOO_MUCH", 10_000, 4 * 64 * 48 * 3),
     ({"max_pixels": 3000}, FILM, "VIDEO_TOO_LARGE", 3000, 64 * 48),
@@ -114,7 +115,7 @@ LIMITS = [
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("options", "file", "reason", "limit", "requested"), LIMITS, ids=lambda value: str(value)[:40])
 async def test_limits(
-    omni: Path, options: dict[str, Any], file: tuple[str, bytes], reason: str, limit: int, requested: int | None
+    omni: Path, options: dict[str, Any], file: tuple[str, bytes], reason: str, limit: float, requested: float | None
 ) -> None:
     async with stack(omni, **options) as s:
         with refused(INVALID, str(limit)) as errors:

@@ -8,12 +8,15 @@ import zlib
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from gateway_fakes import picture, refused
 from PIL import Image, ImageFile, ImageOps
 
+from services.gateway import probe
 from services.gateway.probe import probe_image
 from services.models.media import Picture
+from tests.media_files import DATA, file_bytes
 
 FIELD, LIMIT = "messages[0].parts[1].image", 50_000_000
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -57,6 +60,32 @@ def no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_size(format: str, no_decoding: None) -> None:
     data = picture(40, 24, format)
     assert facts(data) == Picture(40, 24)
+
+
+def test_a_phone_s_picture(no_decoding: None) -> None:
+    data = (DATA / "still.heic").read_bytes()
+    with Image.open(io.BytesIO(data)) as shown:
+        assert facts(data) == Picture(*shown.size)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "BMP", "TIFF"])
+def test_little_is_read(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of megabytes, at most 64 KiB. WebP, AVIF and HEIF are handed to their libraries whole, which read no more than headers."""
+    noise = np.random.default_rng(1).integers(0, 256, (1200, 1600, 3), dtype=np.uint8)
+    shown = Image.fromarray(noise[:, :, 0]) if format == "GIF" else Image.fromarray(noise)
+    data = file_bytes(shown, format)
+    read = 0
+
+    class Counted(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            nonlocal read
+            found = super().read(size)
+            read += len(found)
+            return found
+
+    monkeypatch.setattr(probe.io, "BytesIO", Counted)
+    assert facts(data) == Picture(1600, 1200)
+    assert 0 < read <= 64 * 1024 < len(data) // 10
 
 
 @pytest.mark.parametrize("orientation", [1, 2, 3, 4, 5, 6, 7, 8, 9, 0])

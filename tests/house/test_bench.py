@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from bench.counting import main as counting
+from bench.counting import ways
 from bench.encoder import main as encoder
 from bench.engine import bookkeeping
 from bench.engine import main as engine
 from bench.preprocess import main as preprocess
-from bench.preprocess import pictures, recordings
+from bench.preprocess import photo, pictures, recordings
 from bench.pruning import main as pruning
 from bench.transport import main as transport_main
 from bench.transport import measure as transport
@@ -39,13 +42,21 @@ def test_preprocessing_is_measured_on_equal_terms() -> None:
     assert [row["by"] for row in recordings([0.5], 1)] == ["HF, numpy", "HF, torch", "ours"]
 
 
+def test_counting_is_measured_on_equal_terms(checkpoint_dir: Callable[[str], Path]) -> None:
+    ids = {way: run() for way, run in ways(checkpoint_dir("qwen2_vl"), photo(300, 200)).items()}
+    assert list(ids) == ["ours", "ours with SHA-256", "transformers"]
+    assert ids["ours"] == ids["ours with SHA-256"] == ids["transformers"]
+
+
 def test_transport_is_measured() -> None:
     rows = transport(1, 1, 1)
     assert [row["rows are"] for row in rows] == ["sent, 256 KiB", "sent, 1 MiB", "read in place"]
     assert all(row["CPU s per GB"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("main", [encoder, engine, preprocess, pruning, transport_main], ids=lambda main: main.__module__)
+@pytest.mark.parametrize(
+    "main", [counting, encoder, engine, preprocess, pruning, transport_main], ids=lambda main: main.__module__
+)
 def test_help_says_what_it_takes(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from services.models.image_sizes import MAX_ASPECT, UnsupportedSize
 from services.models.layout import PromptLayout, Turn
 from services.models.media import ALL_FRAMES, AS_SET, Clip, Grid, ItemPlan, Look, Modality, Picture, Recording, Sampling
 from services.models.registry import FAMILIES
+from tests.looks import switched
 from tests.models import test_video_plans as videos
 from tests.models.processors import Size, load, prepare, spelled
 from tests.reference import Ask, Oracle
@@ -36,15 +36,6 @@ LONGEST = 4096
 IMAGES = [f.model_type for f in FAMILIES.values() if f.image]
 AUDIO = [f.model_type for f in FAMILIES.values() if f.audio]
 VIDEOS = [f.model_type for f in FAMILIES.values() if f.video]
-# The processor's own switch for few tokens, of each family that has one.
-SWITCH: dict[str, dict[str, Any]] = {
-    "internvl": {"min_patches": 1, "max_patches": 1},
-    "smolvlm": {"do_image_splitting": False},
-    "idefics3": {"do_image_splitting": False},
-    "gemma3": {"do_pan_and_scan": False},
-    "gemma4": {"max_soft_tokens": 70},
-    "phi4_multimodal": {"dynamic_hd": 1},
-}
 LOW = Look(low=True)
 few = pytest.param(1, id="few")
 bulk = pytest.param(50, id="bulk", marks=pytest.mark.slow)
@@ -55,25 +46,6 @@ def sizes(seed: str, count: int) -> list[Size]:
     dice = random.Random(seed)
     drawn = [(dice.randint(1, LONGEST), dice.randint(1, LONGEST)) for _ in range(count // 2)]
     return drawn + [(round(LONGEST ** dice.random()), round(LONGEST ** dice.random())) for _ in range(count - count // 2)]
-
-
-@contextmanager
-def switched(processor: Any, family: str, look: Look) -> Iterator[dict[str, Any]]:
-    """What a user of transformers passes for the same. LLaVA-NeXT's processor only heeds what its image processor has."""
-    image = processor.image_processor
-    if FAMILIES[family].any_size:
-        own, cap = image.size, 512 * 512 if look.low else 10**9
-        most = min(look.max_pixels or own["longest_edge"], cap)
-        yield {"size": {"shortest_edge": min(look.min_pixels or own["shortest_edge"], most), "longest_edge": most}}
-    elif family == "llava_next" and look.low:
-        several = image.image_grid_pinpoints
-        image.image_grid_pinpoints = [[image.crop_size["height"], image.crop_size["width"]]]
-        try:
-            yield {}
-        finally:
-            image.image_grid_pinpoints = several
-    else:
-        yield SWITCH.get(family, {}) if look.low else {}
 
 
 def made(processor: Any, family: str, size: Size, look: Look) -> tuple[Any, str]:
@@ -191,9 +163,7 @@ def test_whole_prompts_with_pictures(family: str, times: int, checkpoint_dir: Di
             ours = layout.lay_out([Turn("user", (plans[0], "what is it?"))])
             file = io.BytesIO()
             Image.new("RGB", size, (9, 99, 200)).save(file, "PNG")
-            ask = Ask([("user", [file.getvalue(), "what is it?"])])
-            with switched(oracle.processor, family, look) as settings:
-                theirs = oracle.inputs(ask, **settings)
+            theirs = oracle.inputs(Ask([("user", [file.getvalue(), "what is it?"])], low=look.low))
             assert ours.token_ids == theirs["input_ids"][0].tolist(), (size, look)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from services.models.checkpoint import open_checkpoint
@@ -178,6 +181,70 @@ def test_user_text_never_becomes_special(family: str, checkpoint_dir: Directory)
             assert sum(p.rows for p in prompt.placements) == plan.rows and all(p.plan is plan for p in prompt.placements)
             placeholder, tokens = layout.checkpoint.placeholder_id(plan.modality), prompt.tokens_of(plan.modality)
             assert sum(t == placeholder for t in prompt.token_ids) == tokens
+
+
+WHOLE = [*FAMILIES, "llama", "qwen2"]
+ODD_PIECES = [
+    "{{ 7 * 7 }}",
+    "{% endfor %}",
+    "\ufdd00\ufdd1",
+    "\ufdd0",
+    "▁",
+    "Ġ",
+    "\u2581<",
+    "\uff1c",
+    "<",
+    ">",
+    "|",
+    "[",
+    "]",
+    " ",
+    "\n",
+    "\t",
+    "\0",
+    "é",
+    "🙂",
+]
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_no_text_becomes_special(family: str, checkpoint_dir: Directory) -> None:
+    """Texts made of every added token of the tokenizer, whole and in pieces, in up to three parts, around a picture or two."""
+    layout = PromptLayout(open_checkpoint(str(checkpoint_dir(family))))
+    added = layout.tokenizer.fast.get_added_tokens_decoder()
+    known = layout.checkpoint.family
+    placeholders = {layout.checkpoint.placeholder_id(m) for m in known.modalities}
+    special = {i for i, token in added.items() if token.special} | placeholders
+    spellings = sorted({token.content for token in added.values()} | set(layout.tokenizer._variables.values()))
+    piece = st.one_of(
+        st.sampled_from(spellings),
+        st.sampled_from(spellings).flatmap(lambda text: st.integers(1, len(text)).map(lambda cut: text[:cut])),
+        st.sampled_from(spellings).flatmap(lambda text: st.integers(0, len(text) - 1).map(lambda cut: text[cut:])),
+        st.sampled_from(ODD_PIECES),
+        st.text(max_size=3),
+    )
+    text = st.lists(piece, max_size=6).map("".join)
+    plan = layout.checkpoint.plan_image(60, 60) if known.image else None
+    least = 1 if family == "paligemma" else 0
+
+    def laid(texts: list[str], pictures: int) -> Layout:
+        parts: list[str | ItemPlan] = [*texts]
+        for number in range(pictures):
+            assert plan is not None
+            parts.insert(min(2 * number, len(parts)), plan)
+        return layout.lay_out([Turn("user", tuple(parts))])
+
+    @settings(max_examples=40, deadline=None)
+    @given(texts=st.lists(text, min_size=1, max_size=3), pictures=st.integers(least, 2 if plan and not least else least))
+    def check_texts(texts: list[str], pictures: int) -> None:
+        made, harmless = laid(texts, pictures), laid(["x"] * len(texts), pictures)
+        counts = [Counter(token for token in prompt.token_ids if token in special) for prompt in (made, harmless)]
+        assert counts[0] == counts[1]
+        assert [place.rows for place in made.placements] == [place.rows for place in harmless.placements]
+        for place in made.placements:
+            assert set(made.token_ids[place.offset : place.offset + place.tokens]) <= placeholders
+
+    check_texts()
 
 
 def test_a_template_that_drops_media_is_an_error(checkpoint_dir: Directory, tmp_path: Path) -> None:

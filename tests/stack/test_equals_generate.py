@@ -38,7 +38,8 @@ def chat_request(ask: Ask, new_tokens: int = NEW_TOKENS) -> gateway_pb2.ChatRequ
             case str():
                 return gateway_pb2.Part(text=p)
             case bytes():
-                return gateway_pb2.Part(image=gateway_pb2.Media(data=p))
+                detail = gateway_pb2.DETAIL_LOW if ask.low else gateway_pb2.DETAIL_UNSPECIFIED
+                return gateway_pb2.Part(image=gateway_pb2.Media(data=p, detail=detail))
             case Sound():
                 return gateway_pb2.Part(audio=gateway_pb2.Media(data=p.wav))
             case VideoFile():
@@ -115,6 +116,8 @@ def few_asks(family: str) -> list[Ask]:
     made = [Ask([("user", [one, "what is this ?"])]), Ask([("user", ["what", wide])])]
     if takes.items > 1:
         made.append(Ask([("user", [other, "and", one, "which ?"])]))
+    if FAMILIES[family].low is not None and family != "llava_onevision":  # whose low detail is as that of one among others
+        made.append(Ask([("user", [picture(rng, 900, 420, "JPEG"), "what is it ?"])], low=True))
     if takes.turns:
         made.append(Ask([("user", ["see", wide]), ("assistant", ["yes ?"]), ("user", ["how many things ?"])]))
     return made if takes.least else [*made, Ask([("user", ["what do you see ?"])])]
