@@ -8,14 +8,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from services.gateway.detokenizer import Detokenizer
 
 Directory = Callable[[str], Path]
-FAMILIES = ["qwen2_vl", "llava", "llama", "qwen2"]  # byte-level and byte-fallback tokenizers
+# byte-level; byte-fallback that strips the first space (llava), and that does not (gemma3); Metaspace; no decoder at all
+FAMILIES = ["qwen2_vl", "llava", "llama", "qwen2", "gemma3"]
+BUILT = ["metaspace", "metaspace_never", "words"]
 TEXTS = [
     "👩‍👩‍👧‍👦 hi 🏳️‍🌈",
     "你好世界。",
@@ -30,6 +32,19 @@ TEXTS = [
 @pytest.fixture(scope="module", params=FAMILIES)
 def tokenizer(request: pytest.FixtureRequest, checkpoint_dir: Directory) -> Tokenizer:
     return Tokenizer.from_file(str(checkpoint_dir(request.param) / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *BUILT])
+def any_tokenizer(request: pytest.FixtureRequest, checkpoint_dir: Directory) -> Tokenizer:
+    if request.param in FAMILIES:
+        return Tokenizer.from_file(str(checkpoint_dir(request.param) / "tokenizer.json"))
+    pieces = ["<unk>", "\u2581", "\u2581\u2581", "\u2581a", "a", "ab", "b\u2581", "\ufffd", "é", "<0xC3>", "<0xA9>", "a b"]
+    built = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    built.add_special_tokens(["<s>"])
+    built.add_tokens(["added one"])
+    if request.param != "words":
+        built.decoder = decoders.Metaspace(prepend_scheme="always" if request.param == "metaspace" else "never")
+    return built
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int], **options: object) -> tuple[list[str], Detokenizer]:
@@ -66,6 +81,72 @@ def test_pieces_add_up_for_random_tokens(tokenizer: Tokenizer) -> None:
     for _ in range(300):
         ids = [dice.choice(letters) if dice.random() < 0.7 else dice.randrange(size) for _ in range(dice.randint(0, 60))]
         assert "".join(stream(tokenizer, ids)[0]) == whole(tokenizer, ids), ids
+
+
+def some_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any ids, those of single bytes, letters and special tokens often; some are beyond the vocabulary."""
+    size = tokenizer.get_vocab_size()
+    texts = {i: tokenizer.id_to_token(i) or "" for i in range(size)}
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special] or [size]
+    small = [i for i, text in texts.items() if len(text) == 1 or text.startswith("<0x") or not text.strip("\u2581")]
+    return st.lists(st.one_of(*map(st.sampled_from, (small, special)), st.integers(0, size + 5)), max_size=40)
+
+
+SETTINGS = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@SETTINGS
+@given(st.data())
+def test_pieces_add_up_for_any_tokens(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(some_ids(any_tokenizer))
+    pieces, _ = stream(any_tokenizer, ids)
+    assert "".join(pieces) == whole(any_tokenizer, ids)
+
+
+@SETTINGS
+@given(st.data())
+def test_a_stop_cuts_any_tokens_as_it_cuts_their_text(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Stops are pieces of the text, so most are met, over borders of tokens wherever those are."""
+    ids = data.draw(some_ids(any_tokenizer))
+    text = whole(any_tokenizer, ids)
+    places = data.draw(st.lists(st.tuples(st.integers(0, len(text)), st.integers(1, 4)), min_size=1, max_size=3))
+    stops = [text[at : at + n] or "never" for at, n in places]
+    pieces, detokenizer = stream(any_tokenizer, ids, stop=stops)
+    assert "".join(pieces) == expected_stop(text, stops)
+    assert detokenizer.stopped == any(s in text for s in stops)
+
+
+@SETTINGS
+@given(st.data())
+def test_only_the_last_end_token_has_no_text(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(some_ids(any_tokenizer))
+    end = set(data.draw(st.lists(st.sampled_from(ids), max_size=3))) if ids else set()
+    shown = ids[:-1] if ids and ids[-1] in end else ids
+    assert "".join(stream(any_tokenizer, ids, end_token_ids=end)[0]) == whole(any_tokenizer, shown)
+    text = Detokenizer(any_tokenizer, end_token_ids=end)
+    assert "".join(map(text.push, ids)) + text.finish(ended_by_token=False) == whole(any_tokenizer, ids)
+
+
+def test_malformed_bytes_are_not_held_back(checkpoint_dir: Directory) -> None:
+    """Nothing that follows can mend a byte that begins no character; held back, they would be decoded again and again."""
+    tokenizer = Tokenizer.from_file(str(checkpoint_dir("qwen2") / "tokenizer.json"))
+    continuation = tokenizer.token_to_id("\u00a2")  # byte-level for 0xA2
+    text = Detokenizer(tokenizer)
+    assert [text.push(continuation) for _ in range(50)] == ["\ufffd"] * 50
+    euro = [tokenizer.token_to_id(letter) for letter in ("\u00e2", "\u0124", "\u00ac")]  # 0xE2 0x82 0xAC
+    assert [text.push(token) for token in euro] == ["", "", "€"]
+
+
+def test_the_first_space_alone_is_dropped(checkpoint_dir: Directory) -> None:
+    """A Llama 2's tokenizer puts a space before all text, whose decoder takes it away; every other space stays."""
+    tokenizer = Tokenizer.from_file(str(checkpoint_dir("llava") / "tokenizer.json"))
+    ids = [
+        tokenizer.token_to_id("\u2581"),
+        *tokenizer.encode("a b", add_special_tokens=False).ids,
+        tokenizer.token_to_id("\u2581"),
+    ]
+    pieces, _ = stream(tokenizer, ids)
+    assert "".join(pieces) == whole(tokenizer, ids) == " a b "
 
 
 def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
