@@ -46,7 +46,7 @@ class PixelKernel:
         self._patches.restype = self._planes.restype = None
 
     def patches(self, pictures: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill ``out`` ``[steps, down, across, merge, merge, 3, depth, patch, patch]``; after the last picture comes itself again."""
+        """Fill ``out`` ``[steps, down, across, merge, merge, 3, depth, patch, patch]``; the last picture fills up its step."""
         steps, down, across, merge, _, _, depth, patch, _ = out.shape
         count, _, height, width = pictures.shape
         assert (height, width) == (down * merge * patch, across * merge * patch) and steps == -(-count // depth)

@@ -30,6 +30,14 @@ class _InPlace:
         assert image.dtype is torch.uint8 and len(image) == 3, f"{image.dtype} {tuple(image.shape)}"
         return image
 
+    def _preprocess(self, *arguments: Any, return_tensors: Any = None, **settings: Any) -> Any:
+        """What is one of its kind becomes a batch as it lies; theirs would be copied into one."""
+        output = super()._preprocess(*arguments, return_tensors=None, **settings)  # type: ignore[misc]
+        for name, made in output.items():
+            if isinstance(made, list) and len(made) == 1 and isinstance(made[0], torch.Tensor):
+                output[name] = made[0][None]
+        return output.convert_to_tensors(return_tensors)
+
     def rescale_and_normalize(
         self, images: torch.Tensor, do_rescale: bool, rescale_factor: float, do_normalize: bool, image_mean: Any, image_std: Any
     ) -> torch.Tensor:

@@ -189,6 +189,15 @@ def test_a_setting_that_is_turned_off_stays_off() -> None:
             assert all(torch.allclose(made[name].float(), theirs[name].float(), atol=1e-6) for name in made), (family, off)
 
 
+@pytest.mark.parametrize("settings", [{"do_pad": True}, {"do_center_crop": False}, {"size": {"height": 50, "width": 70}}])
+def test_settings_of_llava(settings: dict[str, Any]) -> None:
+    cls, prepare = transformers.LlavaImageProcessor, schemes_of("llava")[Modality.IMAGE].prepare
+    for width, height in [(90, 200), (640, 480), (333, 334)]:
+        pixels = photo(width, height)
+        made = prepare(copying_nothing(cls(**settings)), view(pixels), ItemPlan(Modality.IMAGE, 1, Grid(1, 1, 1), 1))
+        same(made, cls(**settings)(images=[Image.fromarray(pixels)], return_tensors="pt"))
+
+
 @pytest.mark.parametrize("count", [1, 100, 161, 15999, 16000, 479000, 479999, 480000])
 def test_sounds(count: int) -> None:
     """From one sample to a full window, where the end is mirrored and not silent."""

@@ -45,6 +45,19 @@ def _qwen(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[grid.t, grid.h, grid.w]])}
 
 
+def _llava(processor: Any, picture: torch.Tensor, plan: ItemPlan) -> Inputs:
+    """The processor's own steps, without its bookkeeping: that takes a tenth of the time of a small picture."""
+    pictures = picture[None]
+    if processor.do_pad:
+        pictures = processor.pad_to_square(pictures, tuple(int(level * 255) for level in processor.image_mean))
+    if processor.do_resize:
+        pictures = processor.resize(pictures, processor.size, processor.resample)
+    if processor.do_center_crop:
+        pictures = processor.center_crop(pictures, processor.crop_size)
+    rescale, normalize = (processor.do_rescale, processor.rescale_factor), (processor.do_normalize, processor.image_mean)
+    return {"pixel_values": processor.rescale_and_normalize(pictures, *rescale, *normalize, processor.image_std)}
+
+
 def picture_features(base: Any, inputs: Inputs) -> Levels:
     """Whatever ``get_image_features`` pools: a picture's rows an entry, or a tile's."""
     output = base.get_image_features(**inputs, return_dict=True)
@@ -181,7 +194,7 @@ IMAGES = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen2_5_omni_thinker": _QWEN,
-    "llava": Scheme(_processed("pixel_values"), picture_features, _pixel_grid),
+    "llava": Scheme(_llava, picture_features, _pixel_grid),
     "llava_next": Scheme(_llava_next, _llava_next_features),
     "llava_onevision": Scheme(_llava_onevision, picture_features),
     "internvl": Scheme(
