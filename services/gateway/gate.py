@@ -76,12 +76,14 @@ class GateLimits:
         max_queued: requests waiting.
         max_passed: how many may pass a waiting request.
         max_media_bytes: bytes of media of all requests, waiting or running.
+        kept_for_text: share of what texts need that requests with media leave to them.
     """
 
     max_running: int
     max_queued: int
     max_passed: int = 32
     max_media_bytes: int = 1 << 30
+    kept_for_text: float = 0.125
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Gate:
     paces: dict[Class, Pace] = field(default_factory=lambda: {kind: Pace() for kind in Class}, init=False)
 
     def __post_init__(self) -> None:
-        self.budgets = Budgets(self.limits.max_running)
+        self.budgets = Budgets(self.limits.max_running, self.limits.kept_for_text)
         self.queue = FairQueue(self.limits.max_passed)
 
     @property
@@ -116,7 +118,7 @@ class Gate:
         crowd, limit = self._crowd(kind)
         if len(crowd) >= limit and self._longest([*(w.tenant for w in crowd), tenant]) == tenant.name:
             raise self._busy("QUEUE_FULL", tenant, kind, now)
-        if self._wait(tenant, kind, now) > seconds:
+        if (wait := self._wait(tenant, kind, now)) and wait + self.paces[kind].least > seconds:
             raise self._busy("WAIT_TOO_LONG", tenant, kind, now)
 
     def enter(self, ticket: Ticket, now: float) -> None:
