@@ -7,12 +7,11 @@ requests have costs. One event loop owns a ledger.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from services.gateway import metrics
@@ -108,14 +107,19 @@ class Ledger:
         self.gate.budgets.close_pool(name)
         self.gate.let_in(time.monotonic())
 
-    def check(self, tenant: Tenant, kind: Class, timeout: float) -> None:
-        """Refuse what would be refused whatever it costs.
+    @contextmanager
+    def arriving(self, tenant: Tenant, kind: Class, timeout: float) -> Iterator[None]:
+        """While it is found out what a request asks for; refuses at once what would be refused whatever that is.
 
         Raises:
             Busy: see there.
         """
-        with self._counting():
-            self.gate.check(tenant, kind, timeout, time.monotonic())
+        with self._counting(Busy):
+            self.gate.arrive(tenant, kind, timeout, time.monotonic())
+        try:
+            yield
+        finally:
+            self.gate.arrived(tenant, kind)
 
     def expected_wait(self, ask: Ask) -> float:
         """Seconds that it would wait if it came now."""
@@ -137,7 +141,7 @@ class Ledger:
         )  # fmt: skip
         answered = False
         try:
-            with self._counting():
+            with self._counting(Busy, TimeoutError):
                 self.gate.enter(ticket, now)
                 async with asyncio.timeout(timeout):
                     reservation = await turn
@@ -162,16 +166,13 @@ class Ledger:
         """Everything counted as reserved belongs to a request that holds it, and nobody waits for nothing."""
         self.gate.check_integrity()
 
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
+    @contextmanager
+    def _counting(self, *kinds: type[Exception]) -> Iterator[None]:
         try:
             yield
-        except Busy as error:
-            self.refused += 1
-            metrics.refused.labels(error.reason.lower()).inc()
-            raise
-        except TimeoutError:
-            metrics.refused.labels("deadline").inc()
+        except kinds as error:
+            self.refused += isinstance(error, Busy)
+            metrics.refused.labels(error.reason.lower() if isinstance(error, Busy) else "deadline").inc()
             raise
 
 

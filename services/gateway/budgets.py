@@ -4,18 +4,22 @@ There are two kinds of budgets. What a request keeps for its whole life (KV bloc
 request that needs more than there is can never run. What only flows through (patches, prefill tokens) is how much work may be
 let in ahead of the backends, who take it piece by piece: a request larger than all of it runs when nobody else holds any.
 
+Requests with media leave a share of what texts need to texts. They wait for rows and hold blocks meanwhile, so that without it a
+text would find every place taken by requests that compute nothing.
+
 Pure: no clock, no waiting, no gRPC.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.cost import Cost
 
 BATCHES_AHEAD = 4  # let in before the first of them is through: enough that backends never wait, little enough to stay fair
-PLACES_AHEAD = 1.25  # a quarter more sequences than a step holds: those on their way, or waiting for rows
+PLACES_AHEAD = 1.25  # a quarter more texts than a step holds sequences: those that are on their way
 
 
 class NeverFits(Exception):
@@ -38,11 +42,13 @@ class Budget:
         name: in metrics and errors.
         limit: how much there is; None where nobody said.
         flow: see the module.
+        kept: what requests with media leave of it; one that needs more than the rest runs when nobody else holds any.
     """
 
     name: str
     limit: int | None = None
     flow: bool = False
+    kept: int = 0
     reserved: int = 0
 
     @property
@@ -51,9 +57,11 @@ class Budget:
         assert self.limit is not None
         return self.limit - self.reserved
 
-    def has(self, amount: int) -> bool:
-        """Whether so much may be reserved now."""
-        return amount == 0 or self.limit is None or amount <= self.free or (self.flow and self.reserved == 0)
+    def has(self, amount: int, media: bool) -> bool:
+        """Whether so much may be reserved now, by a request with or without media."""
+        if amount == 0 or self.limit is None:
+            return True
+        return amount <= self.free - (self.kept if media else 0) or (self.reserved == 0 and self.could_have(amount))
 
     def could_have(self, amount: int) -> bool:
         """Whether so much could be reserved if nobody else held any."""
@@ -129,8 +137,9 @@ class Reservation:
 class Budgets:
     """The language models' pools, and what all requests share whatever pool they are in."""
 
-    def __init__(self, max_running: int) -> None:
-        self.requests = Budget("requests", max_running)
+    def __init__(self, max_running: int, kept_for_text: float) -> None:
+        self._kept = kept_for_text
+        self.requests = Budget("requests", max_running, kept=int(max_running * kept_for_text))
         self.patches = Budget("encoder_patches", flow=True)
         self.items = Budget("encoder_items", flow=True)
         self.encoder_bytes = Budget("encoder_bytes")
@@ -151,8 +160,11 @@ class Budgets:
         """Open a pool, or correct its figures; 0 stands for one that was not published."""
         pool = self.pools.setdefault(name, Pool(name))
         pool.block_size, pool.kv_blocks.limit, pool.open = block_size, total, True
+        pool.kv_blocks.kept = int(total * self._kept)
         pool.prefill_tokens.limit = BATCHES_AHEAD * batch_tokens or None
-        pool.sequences.limit = int(-(-max_sequences * PLACES_AHEAD // 1)) or None
+        pool.prefill_tokens.kept = int(BATCHES_AHEAD * batch_tokens * self._kept)
+        pool.sequences.limit = math.ceil(max_sequences * PLACES_AHEAD) or None
+        pool.sequences.kept = math.ceil(max_sequences * PLACES_AHEAD) - math.ceil(max_sequences * (1 - self._kept))
 
     def close_pool(self, name: str) -> None:
         """Let nothing more into a pool; what it holds stays until it is given back."""
@@ -177,10 +189,11 @@ class Budgets:
             raise NoPool
         shared = self._shared(cost)
         self._check_fits(pools, cost, shared)
-        missing = _missing(shared)
+        media = cost.encoder_items > 0
+        missing = _missing(shared, media)
         lacking = set(missing)
         for pool in (prefer or most_free_first)(pools):
-            lacks = _missing(pool.amounts(cost))
+            lacks = _missing(pool.amounts(cost), media)
             if not missing and not lacks:
                 return pool
             lacking |= lacks
@@ -190,7 +203,9 @@ class Budgets:
     def full(self) -> bool:
         """Whether there is no room for anybody, as far as that can be told at a glance."""
         pools = self.open_pools
-        return bool(pools) and (not self.requests.has(1) or all(_missing(dict.fromkeys(pool.budgets, 1)) for pool in pools))
+        return bool(pools) and (
+            not self.requests.has(1, False) or all(_missing(dict.fromkeys(pool.budgets, 1), False) for pool in pools)
+        )
 
     def takes(self, cost: Cost) -> frozenset[str]:
         """The names of the budgets that a request takes anything of."""
@@ -254,5 +269,5 @@ class Budgets:
             budget.reserved -= reservation.held.pop(budget, 0)
 
 
-def _missing(amounts: Amounts) -> set[str]:
-    return {budget.name for budget, amount in amounts.items() if not budget.has(amount)}
+def _missing(amounts: Amounts, media: bool) -> set[str]:
+    return {budget.name for budget, amount in amounts.items() if not budget.has(amount, media)}

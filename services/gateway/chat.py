@@ -170,10 +170,9 @@ class Chat:
         """Answer within ``seconds``; closing the iterator ends the request everywhere."""
         started = time.monotonic()
         deadline = started + seconds
-        with _refusals():
-            self._ledger.check(self._tenants.signed_in(), _guessed_kind(request), seconds)
-        async with asyncio.timeout(seconds):
-            prompt = await self.prompt(request)
+        with _refusals(), self._ledger.arriving(self._tenants.signed_in(), _guessed_kind(request), seconds):
+            async with asyncio.timeout(seconds):
+                prompt = await self.prompt(request)
         max_tokens = self.max_tokens(prompt)
         self._check_length(prompt, max_tokens)
         probed = time.monotonic()

@@ -30,10 +30,11 @@ class GatewayConfig(ServiceConfig):
     llm: str = option("", "host:port of every language model server, separated by commas; required")
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 means the checkpoint's")
     default_max_tokens: int = option(512, "most tokens of an answer, where a request does not say")
-    profile: str = option("mixed", "what the next four are by default; docs/profiles.md", list(PROFILES))
+    profile: str = option("mixed", "what the next five are by default; docs/profiles.md", list(PROFILES))
     max_num_running: int = option(-1, "most requests answered at once; -1 takes the profile's")
     max_queued_requests: int = option(-1, "most requests waiting for admission; more are refused; -1 takes the profile's")
     max_passed: int = option(-1, "most requests that may pass a waiting one and delay it; -1 takes the profile's")
+    kept_for_text: float = option(-1.0, "share of places and KV blocks that requests with media leave to texts; -1 as above")
     limit_mm_per_prompt: str = option("", "most media items of one request, such as image=8,video=1; empty takes the profile's")
     max_media_bytes: int = option(1024 * MIB, "most bytes of media of all requests, waiting or running; more are refused")
     api_keys: str = option("", "file of API keys, tenant:sha256[:max_requests[:max_tokens[:weight]]] a line; empty asks for none")
@@ -80,6 +81,8 @@ class GatewayConfig(ServiceConfig):
             UrlPolicy.of(self.allowed_media_domains, self.allowed_media_private_networks)
         except ValueError as error:
             raise ValueError(f"--allowed-media-domains or --allowed-media-private-networks: {error}") from None
+        if not 0 <= self.kept_for_text < 1:
+            raise ValueError(f"--kept-for-text must be at least 0 and less than 1, got {self.kept_for_text}")
         if not 0 <= self.video_pruning_rate < 1:
             raise ValueError(f"--video-pruning-rate must be at least 0 and less than 1, got {self.video_pruning_rate}")
         if not -1 <= self.http_port <= 65535:

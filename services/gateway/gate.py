@@ -24,6 +24,7 @@ from services.gateway.fair_queue import FairQueue, Waiting
 from services.gateway.pace import Pace
 from services.gateway.tenants import Tenant
 
+_LEAST_COMING = 16  # requests that may be looked at at once, however few may wait
 _UNKNOWN_WAIT = 1.0  # seconds, where nobody who waited was let in lately
 _LEAST_WAIT, _LONGEST_WAIT = 0.1, 60.0  # seconds that a refused client is told to wait
 Outcome = Reservation | Exception
@@ -76,12 +77,14 @@ class GateLimits:
         max_queued: requests waiting.
         max_passed: how many may pass a waiting request.
         max_media_bytes: bytes of media of all requests, waiting or running.
+        kept_for_text: share of what texts need that requests with media leave to them.
     """
 
     max_running: int
     max_queued: int
     max_passed: int = 32
     max_media_bytes: int = 1 << 30
+    kept_for_text: float = 0.125
 
 
 @dataclass
@@ -92,10 +95,11 @@ class Gate:
     budgets: Budgets = field(init=False)
     queue: FairQueue = field(init=False)
     inside: dict[Ticket, None] = field(default_factory=dict, init=False)  # waiting and running, in order of arrival
+    arriving: Counter[tuple[str, Class]] = field(default_factory=Counter, init=False)  # by tenant and class
     paces: dict[Class, Pace] = field(default_factory=lambda: {kind: Pace() for kind in Class}, init=False)
 
     def __post_init__(self) -> None:
-        self.budgets = Budgets(self.limits.max_running)
+        self.budgets = Budgets(self.limits.max_running, self.limits.kept_for_text)
         self.queue = FairQueue(self.limits.max_passed)
 
     @property
@@ -103,21 +107,31 @@ class Gate:
         """Bytes of media held for requests."""
         return sum(ticket.cost.media_bytes for ticket in self.inside)
 
-    def check(self, tenant: Tenant, kind: Class, seconds: float, now: float) -> None:
-        """Refuse what would be refused whatever it costs, before anything is known of it.
+    def arrive(self, tenant: Tenant, kind: Class, seconds: float, now: float) -> None:
+        """Refuse what would be refused whatever it costs, before anything is known of it. Else it counts as one of those that
+        wait until :meth:`arrived`, as looking at more requests than may wait would be work for nothing.
 
         Raises:
-            Busy.
+            Busy: see there.
         """
         if tenant.max_requests and sum(ticket.tenant.name == tenant.name for ticket in self.inside) >= tenant.max_requests:
             raise self._busy("TENANT_LIMIT", tenant, kind, now)
-        if not self.queue and not self.budgets.full:
-            return
         crowd, limit = self._crowd(kind)
-        if len(crowd) >= limit and self._longest([*(w.tenant for w in crowd), tenant]) == tenant.name:
+        coming = sum(count for (_, other), count in self.arriving.items() if kind < Class.IMAGE or other >= Class.IMAGE)
+        if self.queue or self.budgets.full:
+            if len(crowd) + coming >= limit and self._longest([*(w.tenant for w in crowd), tenant]) == tenant.name:
+                raise self._busy("QUEUE_FULL", tenant, kind, now)
+            if (wait := self._wait(tenant, kind, now)) and wait + self.paces[kind].least > seconds:
+                raise self._busy("WAIT_TOO_LONG", tenant, kind, now)
+        elif coming >= max(limit, _LEAST_COMING):
             raise self._busy("QUEUE_FULL", tenant, kind, now)
-        if self._wait(tenant, kind, now) > seconds:
-            raise self._busy("WAIT_TOO_LONG", tenant, kind, now)
+        self.arriving[tenant.name, kind] += 1
+
+    def arrived(self, tenant: Tenant, kind: Class) -> None:
+        """What :meth:`arrive` let through is known, or came to nothing."""
+        self.arriving[tenant.name, kind] -= 1
+        if not self.arriving[tenant.name, kind]:
+            del self.arriving[tenant.name, kind]
 
     def enter(self, ticket: Ticket, now: float) -> None:
         """Let it in, or have it wait.
@@ -281,7 +295,7 @@ class Gate:
     def _wait(self, tenant: Tenant, kind: Class, now: float) -> float:
         """Seconds until those of its class and tenant that wait already are let in, by the pace of the class and the tenant's
         share. 0 where nobody waits: one always may, whatever was seen earlier, or nothing newer would ever be seen."""
-        ahead = sum(other.kind is kind for other in self.queue.of(tenant))
+        ahead = sum(other.kind is kind for other in self.queue.of(tenant)) + self.arriving[tenant.name, kind]
         return ahead * (self.paces[kind].seconds_each(now) or 0.0) / self.queue.share(tenant)
 
     def _crowd(self, kind: Class) -> tuple[list[Waiting], int]:

@@ -51,6 +51,11 @@ class Pace:
         self._took.append((price.bit_length(), seconds))
         self._medians.clear()
 
+    @property
+    def least(self) -> float:
+        """Seconds that the quickest answer seen took; 0 where none was."""
+        return min((seconds for _, seconds in self._took), default=0.0)
+
     def takes(self, price: int) -> float:
         """Seconds that an answer takes: the median of those seen that were of the same magnitude or less; 0 where none was."""
         size = price.bit_length()

@@ -13,11 +13,12 @@ class Profile:
     max_num_running: int
     max_queued_requests: int
     max_passed: int
+    kept_for_text: float
 
 
 PROFILES = {
-    "chat": Profile("image=8,audio=2,video=1", 256, 256, 64),
-    "document": Profile("image=64,audio=1,video=1", 64, 128, 16),
-    "video": Profile("image=16,audio=4,video=4", 32, 64, 16),
-    "mixed": Profile("image=8,audio=4,video=4", 256, 256, 32),
+    "chat": Profile("image=8,audio=2,video=1", 256, 256, 64, 0.125),
+    "document": Profile("image=64,audio=1,video=1", 64, 128, 16, 0.0),
+    "video": Profile("image=16,audio=4,video=4", 32, 64, 16, 0.125),
+    "mixed": Profile("image=8,audio=4,video=4", 256, 256, 32, 0.125),
 }

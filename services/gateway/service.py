@@ -43,7 +43,13 @@ class GatewayService:
         model = ServedModel(config)
         self.backends = Backends(config.encoder_addresses, config.llm_addresses, model.checkpoint.fingerprint)
         self.tenants = read_tenants(config.api_keys)
-        limits = GateLimits(config.max_num_running, config.max_queued_requests, config.max_passed, config.max_media_bytes)
+        limits = GateLimits(
+            config.max_num_running,
+            config.max_queued_requests,
+            config.max_passed,
+            config.max_media_bytes,
+            config.kept_for_text,
+        )
         self.ledger = Ledger(limits)
         self._collector = LedgerCollector(self.ledger)
         self.background = Background()

@@ -87,8 +87,8 @@ async def test_refusals() -> None:
         with pytest.raises(Busy):
             async with book.reserve(ask(16), 1):
                 pass
-        with pytest.raises(Busy):
-            book.check(EVERYBODY, Class.SHORT_TEXT, 60)
+        with pytest.raises(Busy), book.arriving(EVERYBODY, Class.SHORT_TEXT, 60):
+            pass
         assert book.refused == 2
         waiting.task.cancel()
         await settle()
