@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -48,12 +48,20 @@ class Pool:
         return -(-tokens // self.block_size)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Reservation:
-    """Blocks of one pool, held by one request."""
+    """Blocks of one pool, held by one request. Only the ledger changes it."""
 
     pool: Pool
     blocks: int
+
+
+Prefer = Callable[[Sequence[Pool]], Sequence[Pool]]  # open pools, the best first; pools that are left out are not taken
+
+
+def most_free_first(pools: Sequence[Pool]) -> Sequence[Pool]:
+    """The order that is taken where a request prefers none."""
+    return sorted(pools, key=lambda pool: -pool.free)
 
 
 class Ledger:
@@ -63,7 +71,7 @@ class Ledger:
         self.max_running, self.max_queued = max_running, max_queued
         self._pools: dict[str, Pool] = {}
         self._held: set[Reservation] = set()
-        self._queue: deque[tuple[int, asyncio.Future[Reservation]]] = deque()
+        self._queue: deque[tuple[int, Prefer, asyncio.Future[Reservation]]] = deque()
 
     @property
     def running(self) -> int:
@@ -98,40 +106,47 @@ class Ledger:
             self._grant()
 
     @asynccontextmanager
-    async def reserve(self, tokens: int, timeout: float) -> AsyncIterator[Reservation]:
+    async def reserve(self, tokens: int, timeout: float, prefer: Prefer = most_free_first) -> AsyncIterator[Reservation]:
         """Hold blocks for ``tokens`` tokens while the context is open.
 
         Raises:
             NeverFits, QueueFull, NoPool: see there.
             TimeoutError: no room within ``timeout`` seconds.
         """
-        reservation = await self._acquire(tokens, timeout)
+        reservation = await self._acquire(tokens, timeout, prefer)
         try:
             yield reservation
         finally:
             self._release(reservation)
 
-    async def _acquire(self, tokens: int, timeout: float) -> Reservation:
-        pool = self._place(tokens)
+    def move(self, reservation: Reservation, pool: str) -> None:
+        """The request goes on in another pool, whether that has room or not: it takes precedence over whoever comes next."""
+        reservation.pool.reserved -= reservation.blocks
+        reservation.pool = self._pools[pool]
+        reservation.pool.reserved += reservation.blocks
+        self._grant()
+
+    async def _acquire(self, tokens: int, timeout: float, prefer: Prefer) -> Reservation:
+        pool = self._place(tokens, prefer)
         if pool is not None and not self._queue:
             return self._take(pool, tokens)
         if self.queued >= self.max_queued:
             raise QueueFull
         turn: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        self._queue.append((tokens, turn))
+        self._queue.append((tokens, prefer, turn))
         try:
             async with asyncio.timeout(timeout):
                 return await turn
         except BaseException:
-            if (tokens, turn) in self._queue:
-                self._queue.remove((tokens, turn))
+            if (tokens, prefer, turn) in self._queue:
+                self._queue.remove((tokens, prefer, turn))
                 self._grant()  # the next one may be smaller
             elif turn.exception() is None:
                 self._release(turn.result())  # let in at the very moment of giving up
             raise
 
-    def _place(self, tokens: int) -> Pool | None:
-        """The open pool with most room for the request, or None when it has to wait."""
+    def _place(self, tokens: int, prefer: Prefer) -> Pool | None:
+        """The best open pool with room for the request, or None when it has to wait."""
         pools = self.open_pools
         if not pools:
             raise NoPool
@@ -140,7 +155,7 @@ class Ledger:
             raise NeverFits(largest.blocks(tokens), largest.total)
         if self.running >= self.max_running:
             return None
-        return max((p for p in pools if p.blocks(tokens) <= p.free), key=lambda pool: pool.free, default=None)
+        return next((pool for pool in prefer(pools) if pool.blocks(tokens) <= pool.free), None)
 
     def _take(self, pool: Pool, tokens: int) -> Reservation:
         reservation = Reservation(pool, pool.blocks(tokens))
@@ -156,10 +171,10 @@ class Ledger:
     def _grant(self) -> None:
         """Let in from the head of the queue; the head is never overtaken."""
         while self._queue:
-            tokens, future = self._queue[0]
+            tokens, prefer, future = self._queue[0]
             if not future.done():
                 try:
-                    pool = self._place(tokens)
+                    pool = self._place(tokens, prefer)
                 except (NeverFits, NoPool) as error:
                     future.set_exception(error)
                 else:

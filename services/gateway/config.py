@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.config import ServiceConfig, option
+from services.gateway.addresses import parse_addresses
 from services.models.media import Modality
 
 MIB = 1024 * 1024
@@ -20,8 +21,10 @@ class GatewayConfig(ServiceConfig):
     port: int = option(50050, "gRPC port; 0 takes a free one and logs it")
     model: str = option("", "checkpoint folder or hub id; empty means the embedded model")
     served_model_name: str = option("", "the model's name in requests; empty means the checkpoint's own")
-    encoder: str = option("", "host:port of every encoder, separated by commas; empty serves text only")
-    llm: str = option("", "host:port of every language model server, separated by commas; required")
+    encoder: str = option(
+        "", "host:port of every encoder, or dns:name:port for all that a name has, separated by commas; empty serves text only"
+    )
+    llm: str = option("", "the same of every language model server; required")
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 means the checkpoint's")
     default_max_tokens: int = option(512, "most tokens of an answer, where a request does not say")
     max_num_running: int = option(256, "most requests answered at once")
@@ -46,7 +49,7 @@ class GatewayConfig(ServiceConfig):
         if not self.llm:
             raise ValueError("--llm is required: the host:port of one or more language model servers")
         for flag, value in (("--encoder", self.encoder), ("--llm", self.llm)):
-            _addresses(flag, value)
+            parse_addresses(flag, value)
         _limits(self.limit_mm_per_prompt)
         for flag, seconds in (("--max-audio-seconds", self.max_audio_seconds), ("--probe-seconds", self.probe_seconds)):
             if not 0 < seconds < _LONGEST:
@@ -61,29 +64,18 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def encoder_addresses(self) -> tuple[str, ...]:
-        """Every encoder's host:port."""
-        return _addresses("--encoder", self.encoder)
+        """Every encoder's host:port or dns:name:port."""
+        return parse_addresses("--encoder", self.encoder)
 
     @property
     def llm_addresses(self) -> tuple[str, ...]:
-        """Every language model server's host:port."""
-        return _addresses("--llm", self.llm)
+        """The same of every language model server."""
+        return parse_addresses("--llm", self.llm)
 
     @property
     def items_per_prompt(self) -> Mapping[Modality, int]:
         """Most items of each modality; one that is not named has no limit of its own."""
         return _limits(self.limit_mm_per_prompt)
-
-
-def _addresses(flag: str, text: str) -> tuple[str, ...]:
-    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-            raise ValueError(f"{flag} must be host:port or several separated by commas, got {address!r}")
-    if len(set(addresses)) != len(addresses):
-        raise ValueError(f"{flag} names an address twice: {text}")
-    return addresses
 
 
 def _limits(text: str) -> dict[Modality, int]:
