@@ -147,7 +147,7 @@ async def test_a_language_model_that_shuts_down_gets_nothing_more(qwen: Path) ->
         for llm in f.llms.values():
             llm.failures = once
         events = await f.answer(ask("x", max_tokens=2, n=3), metadata=(("x-request-id", "i" * 128),))
-        assert events[-1].done.last and [len(llm.requests) for llm in f.llms.values()] in ([2, 1], [1, 2])
+        assert events[-1].done.last and [len(llm.requests) for llm in f.llms.values()] == [1, 1]
         assert all(len(request.request_id) <= 128 for llm in f.llms.values() for request in llm.requests)
         await f.idle()
 
