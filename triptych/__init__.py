@@ -8,7 +8,7 @@ It needs grpcio and protobuf. It does not know the services, tokenizers or model
 
 from triptych import errors
 from triptych.aio import AsyncClient, AsyncStream
-from triptych.answer import ChatResult, Delta
+from triptych.answer import ChatResult, Choice, Delta, TokenLogprob
 from triptych.client import Client, Stream
 from triptych.content import MediaPart, assistant, audio, image, system, user, video
 from triptych.reports import Cost, Estimate, Load, MediaEstimate, Model, PromptTokens, StageTimes, Usage
@@ -17,6 +17,7 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "ChatResult",
+    "Choice",
     "Client",
     "Cost",
     "Delta",
@@ -28,6 +29,7 @@ __all__ = [
     "PromptTokens",
     "StageTimes",
     "Stream",
+    "TokenLogprob",
     "Usage",
     "assistant",
     "audio",

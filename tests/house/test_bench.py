@@ -9,6 +9,7 @@ import pytest
 from bench.encoder import main as encoder
 from bench.engine import bookkeeping
 from bench.engine import main as engine
+from bench.failover import main as failover
 from bench.preprocess import main as preprocess
 from bench.preprocess import pictures, recordings
 from bench.pruning import main as pruning
@@ -45,7 +46,7 @@ def test_transport_is_measured() -> None:
     assert all(row["CPU s per GB"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("main", [encoder, engine, preprocess, pruning, transport_main], ids=lambda main: main.__module__)
+@pytest.mark.parametrize("main", [encoder, engine, failover, preprocess, pruning, transport_main], ids=lambda main: main.__module__)
 def test_help_says_what_it_takes(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
