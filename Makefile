@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-incumbents bench-preprocess bench-transport help
+.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-failover bench-incumbents bench-preprocess bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -47,6 +47,9 @@ bench-encoder: $(READY)  ## time the encoder on this CPU: packed batches, the fi
 
 bench-engine: $(READY)  ## time the engine on this CPU: decode step, bookkeeping, mixed load against transformers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine
+
+bench-failover: $(READY)  ## what clients notice while an encoder or a language model is away
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover
 
 bench-preprocess: $(READY)  ## time pictures and sounds from bytes to the towers' input, against Pillow and transformers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.preprocess

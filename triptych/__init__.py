@@ -8,7 +8,7 @@ It needs grpcio and protobuf. It does not know the services, tokenizers or model
 
 from triptych import errors
 from triptych.aio import AsyncClient, AsyncStream
-from triptych.answer import ChatResult, Delta
+from triptych.answer import ChatResult, Choice, Delta, TokenLogprob
 from triptych.client import Client, Stream
 from triptych.content import MediaPart, Page, assistant, audio, image, page, system, user, video
 from triptych.pages import PageAnswer, Pages
@@ -22,6 +22,7 @@ __all__ = [
     "AsyncPages",
     "AsyncStream",
     "ChatResult",
+    "Choice",
     "Client",
     "Cost",
     "Delta",
@@ -37,6 +38,7 @@ __all__ = [
     "PromptTokens",
     "StageTimes",
     "Stream",
+    "TokenLogprob",
     "Usage",
     "assistant",
     "audio",

@@ -10,14 +10,41 @@ from triptych.gateway.v1 import gateway_pb2
 from triptych.reports import MediaEstimate, PromptTokens, StageTimes, Usage
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and the natural logarithm of its probability under the model's raw logits.
+
+    `bytes` are those of its text, which `token` shows as far as they are characters; `top` has the likeliest tokens, likeliest
+    first, as many as were asked for.
+    """
+
+    token_id: int
+    token: str
+    bytes: bytes
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
+
+    @classmethod
+    def from_proto(cls, proto: gateway_pb2.TokenLogprob) -> "TokenLogprob":
+        return cls(proto.token_id, proto.token, proto.bytes, proto.logprob, tuple(map(cls.from_proto, proto.top)))
+
+
 class Delta(str):
-    """More of the answer: its text, which may be empty, with the token ids generated since the last delta."""
+    """More of an answer: its text, which may be empty, with the token ids generated since the last delta.
+
+    `choice` says which of the answers it belongs to, from 0, where several were asked for; `logprobs` has one entry for each
+    token where they were asked for, else none.
+    """
 
     token_ids: tuple[int, ...]
+    choice: int
+    logprobs: tuple[TokenLogprob, ...]
 
-    def __new__(cls, text: str, token_ids: tuple[int, ...] = ()) -> "Delta":
+    def __new__(
+        cls, text: str, token_ids: tuple[int, ...] = (), choice: int = 0, logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> "Delta":
         delta = super().__new__(cls, text)
-        delta.token_ids = token_ids
+        delta.token_ids, delta.choice, delta.logprobs = token_ids, choice, logprobs
         return delta
 
     @property
@@ -27,11 +54,23 @@ class Delta(str):
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One of the answers; `finish_reason` is "stop" or "length"."""
+
+    index: int
+    text: str
+    finish_reason: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
 class ChatResult:
     """A complete answer.
 
-    `finish_reason` is "stop" or "length"; `prompt_tokens` are counted by modality; `media` has one entry per item, in
-    order; `first_logits` (one float per vocabulary entry) is there if include_first_logits asked for it.
+    `choices` are all answers, as many as `n` asked for; `text`, `finish_reason` and `token_ids` are those of the first.
+    `prompt_tokens` are counted by modality; `media` has one entry per item, in order; `first_logits` (one float per vocabulary
+    entry) is there if include_first_logits asked for it.
     """
 
     text: str
@@ -44,17 +83,18 @@ class ChatResult:
     model: str
     media: tuple[MediaEstimate, ...]
     first_logits: "array[float] | None" = None
+    choices: tuple[Choice, ...] = ()
 
 
 class Answer:
-    """The answer so far; `deltas` are those that nobody has taken yet."""
+    """The answers so far; `deltas` are those that nobody has taken yet."""
 
     def __init__(self, request_id: str) -> None:
         self.deltas: deque[Delta] = deque()
         self._request_id = request_id
         self._admitted = gateway_pb2.Admitted(request_id=request_id)
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
+        self._told: dict[int, list[Delta]] = {0: []}
+        self._ends: dict[int, gateway_pb2.Done] = {}
         self._first_logits: array[float] | None = None
         self._done: gateway_pb2.Done | None = None
 
@@ -64,14 +104,16 @@ class Answer:
             case "admitted":
                 self._admitted = event.admitted
             case "delta":
-                delta = Delta(event.delta.text, tuple(event.delta.token_ids))
+                logprobs = tuple(map(TokenLogprob.from_proto, event.delta.logprobs))
+                delta = Delta(event.delta.text, tuple(event.delta.token_ids), event.delta.index, logprobs)
                 self.deltas.append(delta)
-                self._text.append(delta)
-                self._token_ids.extend(delta.token_ids)
-                if event.delta.HasField("first_logits"):
+                self._told.setdefault(delta.choice, []).append(delta)
+                if event.delta.HasField("first_logits") and self._first_logits is None:
                     self._first_logits = array("f", event.delta.first_logits.data)
             case "done":
-                self._done = event.done
+                self._ends[event.done.index] = event.done
+                if event.done.last:
+                    self._done = event.done
 
     def finish(self) -> None:
         """Says that the stream has ended.
@@ -92,16 +134,28 @@ class Answer:
         """
         if self._done is None:
             raise RuntimeError("there is no result yet: read the stream to its end first")
-        reason = usage_pb2.FinishReason.Name(self._done.finish_reason)
+        choices = tuple(self._choice(index, end) for index, end in sorted(self._ends.items()))
+        first = choices[0]
         return ChatResult(
-            text="".join(self._text),
+            text=first.text,
             usage=Usage.from_proto(self._done.usage),
-            finish_reason=reason.removeprefix("FINISH_REASON_").lower(),
+            finish_reason=first.finish_reason,
             stage_times=StageTimes.from_proto(self._done.stage_times),
             request_id=self._admitted.request_id or self._request_id,
-            token_ids=tuple(self._token_ids),
+            token_ids=first.token_ids,
             prompt_tokens=PromptTokens.from_proto(self._admitted.prompt_tokens),
             model=self._admitted.model,
             media=tuple(MediaEstimate.from_proto(item) for item in self._admitted.media),
             first_logits=self._first_logits,
+            choices=choices,
+        )
+
+    def _choice(self, index: int, end: gateway_pb2.Done) -> Choice:
+        told = self._told.get(index, [])
+        return Choice(
+            index=index,
+            text="".join(told),
+            finish_reason=usage_pb2.FinishReason.Name(end.finish_reason).removeprefix("FINISH_REASON_").lower(),
+            token_ids=tuple(token for delta in told for token in delta.token_ids),
+            logprobs=tuple(token for delta in told for token in delta.logprobs),
         )

@@ -46,6 +46,8 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    n: int | None
     priority: int | None
     visual_token_keep: float | None
     json_schema: str | Mapping[str, Any] | None

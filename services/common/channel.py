@@ -11,12 +11,24 @@ from services.common.interceptor import REQUEST_ID_HEADER
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MESSAGE_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
-# gRPC's own reconnect backoff grows to two minutes; a restarted service should be found within a second.
-_RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000)]
+# gRPC's own reconnect backoff grows to two minutes; a restarted service should be found within a second. The last one is how long
+# connecting may take.
+_RECONNECT = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+]
+# A machine that is gone closes no connection: a call to it fails when a ping has had no answer, two seconds later at most.
+# Threads of gRPC's own answer pings, so a service that computes is not taken for one that is gone.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 500),
+    ("grpc.keepalive_timeout_ms", 1_500),
+    ("grpc.http2.ping_timeout_ms", 1_500),  # a minute by default, whatever the timeout above
+    ("grpc.http2.max_pings_without_data", 0),
+]
 _CHANNEL_OPTIONS = [
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.enable_http_proxy", 0),  # services are neighbours: http_proxy in the environment is not meant for them
+    *_KEEPALIVE,
     *_RECONNECT,
     *MESSAGE_OPTIONS,
 ]

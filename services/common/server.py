@@ -26,9 +26,9 @@ from services.common.interceptor import ServiceInterceptor
 logger = logging.getLogger(__name__)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-# Clients ping every 30 s; without the first option the server calls that abuse and closes the connection.
-_SERVER_OPTIONS = [
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+# Services ping each other twice a second; without the first option a server calls that abuse and closes the connection.
+SERVER_OPTIONS = [
+    ("grpc.http2.min_ping_interval_without_data_ms", 250),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),
     *MESSAGE_OPTIONS,
@@ -97,7 +97,7 @@ async def _serve(config: ServiceConfig, build: Callable[[], Service]) -> None:
         loop.add_signal_handler(number, stop.set)
     service = build()
     interceptor = ServiceInterceptor(service.open_while_draining)
-    server = grpc.aio.server(interceptors=[interceptor], options=_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
     service.register(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -1,195 +1,136 @@
-"""The encoders and language models behind the gateway: one channel each, what they last said of themselves, and their calls.
-
-The only place that speaks their protocols. Their errors come out as :class:`ServiceError`, with the details they sent.
-"""
+"""Everything behind the gateway: which servers there are, and which of them a request goes to."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Generic, TypeVar
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from services.common import logs
-from services.common.channel import open_channel, outgoing_metadata
-from services.common.errors import ServiceError, unavailable
+from services.common.errors import unavailable
+from services.gateway.addresses import Directory
+from services.gateway.peers import BackendLost, Encoder, LanguageModel
+from services.gateway.prefix_affinity import PrefixAffinity, chain
 from services.gateway.prompt import Item, Prompt
-from services.gateway.wire import encode_to_proto, sampling_to_proto, spans_to_proto
-from triptych.common.v1 import media_pb2
-from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
-from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
+from services.gateway.routing import Load, order_encoders, order_llms
 
-logger = logging.getLogger(__name__)
-POLL_TIMEOUT = 2.0  # seconds
-B = TypeVar("B", bound="Backend")
+LOOKUP_SECONDS = 3.0  # between two looks at what a name stands for
+B = TypeVar("B", Encoder, LanguageModel)
 
 
-@contextmanager
-def errors_of(peer: str) -> Iterator[None]:
-    """Turn a failed call's error into ours."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        failure = ServiceError.from_rpc(error, peer)
-        if failure.reason == "REF_NOT_FOUND":  # an encoder that restarted; the client has never heard of refs
-            failure = unavailable("the encoder lost the request's media, as after a restart; try again")
-        raise failure from error
-
-
-class Backend:
-    """One server.
+class Fleet(Generic[B]):
+    """All servers of one kind, wherever the operator's list leads.
 
     Attributes:
-        address: host:port as dialled.
-        ready: whether it answered the last poll, serves, and holds the same checkpoint.
-        active: requests of this gateway that use it.
-        served: requests of this gateway that it was chosen for.
+        members: by address. One that no entry leads to any more is not ready; it stays for a poll and as long as it is in use.
     """
 
-    service: str
-    peer: str
+    def __init__(self, kind: type[B], entries: Sequence[str], fingerprint: str, directory: Directory | None = None) -> None:
+        self._make: Callable[[str], B] = lambda address: kind(address, fingerprint)
+        self._directory = directory or Directory(entries)
+        self._looked_up: float | None = None
+        self.members: dict[str, B] = {}
 
-    def __init__(self, address: str, fingerprint: str) -> None:
-        self.address, self._fingerprint = address, fingerprint
-        self.ready = False
-        self.active = self.served = 0
-        self._channel = open_channel(address)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+    @property
+    def ready(self) -> list[B]:
+        """Those that take requests."""
+        return [member for member in self.members.values() if member.ready]
 
     async def refresh(self) -> None:
-        """Ask for health and load; never raises for a server that is away."""
-        try:
-            request = health_pb2.HealthCheckRequest(service=self.service)
-            status = (await self._health.Check(request, timeout=POLL_TIMEOUT)).status
-            ready = status == health_pb2.HealthCheckResponse.SERVING and self._matches(await self._load())
-        except grpc.aio.AioRpcError:
-            ready = False
-        if ready != self.ready:
-            logs.event(logger, f"{self.peer} {'ready' if ready else 'not ready'}", address=self.address)
-        self.ready = ready
+        """Look names up again if it is time, and poll every member once, all at the same time."""
+        unused = [member for member in self.members.values() if member.leaving and not member.active]
+        if self._looked_up is None or (self._directory.changes and time.monotonic() - self._looked_up >= LOOKUP_SECONDS):
+            self._looked_up = time.monotonic()
+            self._join(await self._directory.addresses())
+        gone = [self.members.pop(member.address) for member in unused if member.leaving]
+        await asyncio.gather(*(member.refresh() for member in self.members.values()), *(member.close() for member in gone))
 
     async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close()
+        """Close every channel."""
+        await asyncio.gather(*(member.close() for member in self.members.values()))
 
-    async def _load(self) -> str:
-        """Poll the load; returns the fingerprint of the checkpoint."""
-        raise NotImplementedError
-
-    def _matches(self, fingerprint: str) -> bool:
-        if fingerprint in ("", self._fingerprint):
-            return True
-        names = {"address": self.address, "its": fingerprint, "ours": self._fingerprint}
-        logs.event(logger, f"{self.peer} holds another checkpoint", logging.ERROR, **names)
-        return False
-
-
-class Encoder(Backend):
-    """One encoder.
-
-    Attributes:
-        load: what it last published.
-    """
-
-    service, peer = "triptych.encoder.v1.EncoderService", "encoder"
-
-    def __init__(self, address: str, fingerprint: str) -> None:
-        super().__init__(address, fingerprint)
-        self.load = encoder_pb2.GetLoadResponse()
-        self._stub: Any = encoder_pb2_grpc.EncoderServiceStub(self._channel)
-
-    async def encode(self, item: Item, request_id: str, timeout: float) -> str:
-        """Hand over one item; returns the id of its rows' ref."""
-        request = encode_to_proto(item, request_id)
-        with errors_of(self.peer):
-            return str((await self._stub.Encode(request, timeout=timeout, metadata=outgoing_metadata())).ref_id)
-
-    async def release(self, refs: Sequence[str], timeout: float) -> None:
-        """Drop refs; a failure is only logged, because an encoder that is away holds nothing."""
-        try:
-            await self._stub.Release(encoder_pb2.ReleaseRequest(ref_ids=refs), timeout=timeout, metadata=outgoing_metadata())
-        except grpc.aio.AioRpcError as error:
-            logs.event(logger, "release failed", logging.WARNING, address=self.address, refs=len(refs), code=error.code().name)
-
-    async def _load(self) -> str:
-        self.load = await self._stub.GetLoad(encoder_pb2.GetLoadRequest(), timeout=POLL_TIMEOUT)
-        return self.load.model_fingerprint
-
-
-class LanguageModel(Backend):
-    """One language model server.
-
-    Attributes:
-        load: what it last published.
-    """
-
-    service, peer = "triptych.llm.v1.LlmService", "language model"
-
-    def __init__(self, address: str, fingerprint: str) -> None:
-        super().__init__(address, fingerprint)
-        self.load = llm_pb2.GetLoadResponse()
-        self._stub: Any = llm_pb2_grpc.LlmServiceStub(self._channel)
-
-    async def generate(
-        self, prompt: Prompt, max_tokens: int, refs: Sequence[media_pb2.EmbeddingRef], request_id: str, timeout: float
-    ) -> AsyncGenerator[llm_pb2.GenerateResponse, None]:
-        """Stream an answer; closing the iterator cancels the call."""
-        request = llm_pb2.GenerateRequest(
-            request_id=request_id,
-            token_ids=prompt.token_ids,
-            spans=[span for item, ref in zip(prompt.items, refs, strict=True) for span in spans_to_proto(item, ref)],
-            sampling=sampling_to_proto(prompt.sampling, max_tokens),
-            cache_salt=prompt.cache_salt,
-        )
-        call = self._stub.Generate(request, timeout=timeout, metadata=outgoing_metadata())
-        try:
-            with errors_of(self.peer):
-                async for response in call:
-                    yield response
-        finally:
-            call.cancel()
-
-    async def _load(self) -> str:
-        self.load = await self._stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=POLL_TIMEOUT)
-        return self.load.model_fingerprint
+    def _join(self, addresses: Collection[str]) -> None:
+        for address in addresses:
+            if address not in self.members:
+                self.members[address] = self._make(address)
+        for address, member in self.members.items():
+            member.leaving = address not in addresses
 
 
 class Backends:
-    """All of them."""
+    """Everything behind the gateway."""
 
     def __init__(self, encoders: Sequence[str], llms: Sequence[str], fingerprint: str) -> None:
-        self.encoders = [Encoder(address, fingerprint) for address in encoders]
-        self.llms = {address: LanguageModel(address, fingerprint) for address in llms}
+        self.encoder_fleet = Fleet(Encoder, encoders, fingerprint)
+        self.llm_fleet = Fleet(LanguageModel, llms, fingerprint)
+        self._affinity = PrefixAffinity()
+
+    @property
+    def encoders(self) -> list[Encoder]:
+        """Every encoder, ready or not."""
+        return list(self.encoder_fleet.members.values())
+
+    @property
+    def llms(self) -> Mapping[str, LanguageModel]:
+        """Every language model by address, ready or not."""
+        return self.llm_fleet.members
 
     @property
     def ready(self) -> bool:
-        """Whether every kind of request that this deployment takes can be answered."""
-        return any(llm.ready for llm in self.llms.values()) and (not self.encoders or any(e.ready for e in self.encoders))
+        """Whether text can be answered; encoders are the business of requests that need one."""
+        return bool(self.llm_fleet.ready)
 
     async def refresh(self) -> None:
         """Poll every server once, at the same time."""
-        await asyncio.gather(*(backend.refresh() for backend in (*self.encoders, *self.llms.values())))
+        before = {llm.address for llm in self.llm_fleet.ready}
+        await asyncio.gather(self.encoder_fleet.refresh(), self.llm_fleet.refresh())
+        for address in before - {llm.address for llm in self.llm_fleet.ready}:
+            self._affinity.forget(address)
 
-    def choose_encoder(self) -> Encoder:
-        """The encoder for all items of one request.
+    def encoder_for(self, item: Item, avoid: Collection[str] = ()) -> Encoder:
+        """The encoder for an item; one of ``avoid`` only where there is no other.
 
         Raises:
             ServiceError: UNAVAILABLE: none is ready.
         """
-        return least_loaded(self.encoders)
+        ready = {encoder.address: encoder for encoder in self.encoder_fleet.ready}
+        if not ready:
+            raise unavailable("no encoder is answering, so only text is answered; try again, or look at its logs")
+        usable = {address: encoder for address, encoder in ready.items() if address not in avoid} or ready
+        loads = {address: Load(encoder.pending, encoder.served) for address, encoder in usable.items()}
+        holding = [address for address, encoder in usable.items() if encoder.held[item.digest]]
+        return usable[order_encoders(item.digest, loads, holding)[0]]
+
+    def llms_for(self, keys: Sequence[bytes], avoid: Collection[str] = ()) -> list[str]:
+        """Addresses of the language models that are ready, best first, for a prompt of these :func:`keys`; ``avoid`` last."""
+        loads = {llm.address: Load(llm.pending, llm.served) for llm in self.llm_fleet.ready}
+        return sorted(order_llms(loads, self._affinity.matched(keys)), key=lambda address: address in avoid)
+
+    def llm(self, address: str) -> LanguageModel:
+        """The language model there.
+
+        Raises:
+            BackendLost: there is none any more.
+        """
+        if address not in self.llms:
+            raise BackendLost("the language model went away; try again, or look at its logs")
+        return self.llms[address]
+
+    def lost(self, address: str) -> None:
+        """A language model could not reach this encoder."""
+        if (encoder := self.encoder_fleet.members.get(address)) is not None:
+            encoder.eject()
+
+    def note_sent(self, keys: Sequence[bytes], llm: str) -> None:
+        """A prompt of these keys was sent to a language model: what begins like it is best sent there, too."""
+        self._affinity.note(keys, llm)
 
     async def close(self) -> None:
         """Close every channel."""
-        await asyncio.gather(*(backend.close() for backend in (*self.encoders, *self.llms.values())))
+        await asyncio.gather(self.encoder_fleet.close(), self.llm_fleet.close())
 
 
-def least_loaded(backends: Sequence[B]) -> B:
-    """The ready backend with the fewest requests; among equals the one chosen least often, which takes turns."""
-    ready = [backend for backend in backends if backend.ready]
-    if not ready:
-        raise unavailable(f"no {backends[0].peer} is answering; try again, or look at its logs")
-    return min(ready, key=lambda backend: (backend.active, backend.served))
+def keys(prompt: Prompt) -> list[bytes]:
+    """Names a prompt's beginnings, its media included."""
+    media = [(place.offset, item.digest) for item in prompt.items for place in item.placements]
+    return chain(prompt.token_ids, media, prompt.cache_salt)

@@ -6,10 +6,11 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import grpc
@@ -17,23 +18,24 @@ import grpc
 from services.common import logs
 from services.common.errors import ServiceError, invalid, unavailable
 from services.common.metrics import estimate_mismatch
-from services.gateway.admission import Ask, Busy, Ledger, NeverFits, NoPool, Reservation
-from services.gateway.backends import Backends
+from services.gateway.admission import Ask, Busy, Ledger, NeverFits, NoPool, Pool, Reservation
+from services.gateway.answers import Answers, Delta, Ended
+from services.gateway.backends import Backends, keys
 from services.gateway.background import Background
+from services.gateway.budgets import Prefer
 from services.gateway.config import GatewayConfig
 from services.gateway.cost import Class, Cost, kind_of
-from services.gateway.detokenizer import Detokenizer
 from services.gateway.known_items import KnownItems
 from services.gateway.media import Probe
 from services.gateway.model import ServedModel
+from services.gateway.peers import BackendLost, MediaLost
 from services.gateway.prompt import Prompt, PromptMaker
 from services.gateway.tenants import Tenants
 from services.gateway.uploads import Uploads
 from services.gateway.validator import Conversation, Validator
 from services.models.media import Modality
-from triptych.common.v1 import media_pb2, tensor_pb2, usage_pb2
+from triptych.common.v1 import media_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2
-from triptych.llm.v1 import llm_pb2
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ _MODALITIES = {modality.word: modality for modality in Modality}
 _CHARACTERS = 4  # of a token, about
 _PROBE_THREADS = 4
 _LONG_TEXT = 64 * 1024  # characters; tokenising that many takes about 20 ms
+_MAX_FAILOVERS = 2  # times that a request goes on elsewhere when a server that it is at is lost
 _UNKNOWN_BLOCK_SIZE = 16  # until a language model has published its own
 
 
@@ -67,23 +70,16 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """More of the answer."""
-
-    text: str
-    token_ids: tuple[int, ...] = ()
-    first_logits: tensor_pb2.TensorChunk | None = None
-
-
-@dataclass(frozen=True)
 class Done:
-    """The answer is complete."""
+    """Answer ``index`` is complete; where it is the last, ``completion_tokens`` are those of all."""
 
     prompt: Prompt
     finish_reason: usage_pb2.FinishReason.ValueType
     completion_tokens: int
     cached_tokens: int
     stage_times: usage_pb2.StageTimes
+    index: int = 0
+    last: bool = True
 
 
 Event = Admitted | Delta | Done
@@ -145,8 +141,9 @@ class Chat:
         """Longest answer: what the request says, else the default as far as there is room."""
         if prompt.sampling.max_tokens is not None:
             return prompt.sampling.max_tokens
+        length = len(prompt.token_ids)
         largest_pool = max((pool.total * pool.block_size for pool in self._ledger.open_pools), default=self.max_model_len)
-        room = min(self.max_model_len, largest_pool) - len(prompt.token_ids)
+        room = min(self.max_model_len - length, (largest_pool - length) // prompt.sampling.n)
         return max(1, min(self._config.default_max_tokens, room), prompt.sampling.min_tokens)
 
     def ask(self, prompt: Prompt) -> Ask:
@@ -155,6 +152,7 @@ class Chat:
         cost = Cost(
             prompt_tokens=len(prompt.token_ids),
             answer_tokens=self.max_tokens(prompt),
+            answers=prompt.sampling.n,
             encoder_patches=sum(item.plan.patches for item in new),
             encoder_items=len(new),
             media_bytes=prompt.media_bytes,
@@ -176,22 +174,35 @@ class Chat:
         max_tokens = self.max_tokens(prompt)
         self._check_length(prompt, max_tokens)
         probed = time.monotonic()
+        call = _Call(request_id, deadline, prompt, max_tokens, self._answers(prompt, max_tokens))
+        ended: Ended | None = None
         with _refusals():
-            async with self._ledger.reserve(self.ask(prompt), deadline - probed) as reservation:
+            async with self._ledger.reserve(
+                replace(self.ask(prompt), prefer=call.prefer(self._backends)), deadline - probed
+            ) as held:
                 admitted = time.monotonic()
-                _log_admitted(prompt, max_tokens, reservation)
+                _log_admitted(prompt, max_tokens, held)
                 yield Admitted(request_id, prompt)
-                call = _Call(request_id, deadline, prompt, max_tokens)
-                async with self._encoded(call) as refs, aclosing(self._generate(call, reservation.pool.name, refs)) as deltas:
-                    async for delta in deltas:
-                        if not reservation.completion_tokens:
-                            self._ledger.flowed(reservation)
-                        reservation.completion_tokens = call.completion_tokens
-                        yield delta
+                before = usage_pb2.StageTimes(
+                    probe=probed - started - prompt.fetch_seconds, queue=admitted - probed, fetch=prompt.fetch_seconds or None
+                )
+                async with self._uploads(call) as uploads, aclosing(self._generate(call, held, uploads)) as events:
+                    async for event in events:
+                        if not held.completion_tokens:
+                            self._ledger.flowed(held)
+                        held.completion_tokens = call.answers.completion_tokens
+                        if isinstance(event, Delta):
+                            yield event
+                        elif call.answers.over:
+                            ended = event
+                        else:
+                            yield call.done(event, before)
+        assert ended is not None, "answers end one by one"
         self.finished += 1
-        fetch = prompt.fetch_seconds
-        call.times.MergeFrom(usage_pb2.StageTimes(probe=probed - started - fetch, queue=admitted - probed, fetch=fetch or None))
-        yield Done(prompt, call.finish_reason, call.completion_tokens, call.cached_tokens, call.times)
+        yield call.done(ended, before)
+
+    def _answers(self, prompt: Prompt, max_tokens: int) -> Answers:
+        return Answers(self._model.tokenizer, prompt.sampling, self._model.checkpoint.end_token_ids, max_tokens)
 
     def _check_length(self, prompt: Prompt, max_tokens: int) -> None:
         limit, length = self.max_model_len, len(prompt.token_ids)
@@ -206,85 +217,122 @@ class Chat:
             raise invalid(field, text, reason="CONTEXT_LENGTH_EXCEEDED", limit=limit, requested=total)
 
     @asynccontextmanager
-    async def _encoded(self, call: _Call) -> AsyncIterator[list[media_pb2.EmbeddingRef]]:
-        """Hold refs to the rows of every item; giving them back goes on behind the request."""
+    async def _uploads(self, call: _Call) -> AsyncIterator[Uploads]:
+        """The way to refs of all items; giving them back goes on behind the request."""
         items = call.prompt.items
-        if not items:
-            yield []
-            return
         self._known.add(items)
-        uploads = Uploads(self._backends.choose_encoder(), call.prompt.items, call.request_id, call.seconds_left)
+        uploads = Uploads(self._backends, items, call.request_id, lambda: call.seconds_left)
         try:
-            yield await uploads.refs()
+            yield uploads
         except BaseException:
             self._known.forget(items)
             raise
         finally:
-            self._background.start(uploads.drop())
+            if call.prompt.items:
+                self._background.start(uploads.drop())
 
-    async def _generate(self, call: _Call, llm: str, refs: list[media_pb2.EmbeddingRef]) -> AsyncGenerator[Delta, None]:
-        """Stream the language model's tokens as text, up to a stop string."""
-        sampling, end = call.prompt.sampling, self._model.checkpoint.end_token_ids
-        text = Detokenizer(
-            self._model.tokenizer,
-            stop=sampling.stop,
-            end_token_ids=(*sampling.stop_token_ids, *(() if sampling.ignore_eos else end)),
-            min_tokens=sampling.min_tokens,
+    async def _generate(self, call: _Call, held: Reservation, uploads: Uploads) -> AsyncGenerator[Delta | Ended, None]:
+        """Stream answers to their end. Where a server is lost, others do what it had to do."""
+        failovers = 0
+        while not call.answers.over:
+            refs = await uploads.refs()
+            lost: BackendLost | MediaLost | None = None
+            try:
+                async with aclosing(self._stream(call, held.pool.name, refs, failovers, uploads)) as events:
+                    async for event in events:
+                        yield event
+            except (BackendLost, MediaLost) as error:
+                lost = error
+                for event in call.answers.settle():
+                    yield event
+            if lost is not None and not call.answers.over:
+                failovers += 1
+                if failovers > _MAX_FAILOVERS or not call.answers.resumable:
+                    raise lost
+                self._go_on(call, held, uploads, lost)
+
+    async def _stream(
+        self, call: _Call, llm: str, refs: list[media_pb2.EmbeddingRef], failovers: int, uploads: Uploads
+    ) -> AsyncGenerator[Delta | Ended, None]:
+        """One call to a language model, to the end of the last answer."""
+        self._backends.note_sent(call.keys, llm)
+        request_id = f"{call.request_id[:120]}/{failovers}" if failovers else call.request_id  # one that is lost may still run
+        stream = self._backends.llm(llm).generate(
+            call.prompt, call.max_tokens, refs, request_id, call.seconds_left, call.answers.tokens
         )
-        stream = self._backends.llms[llm].generate(call.prompt, call.max_tokens, refs, call.request_id, call.seconds_left)
         async with aclosing(stream) as responses:
             async for response in responses:
-                if response.HasField("admitted"):
-                    call.cached_tokens = response.admitted.cached_tokens
-                elif response.HasField("delta"):
-                    yield call.take(text, response.delta)
-                elif response.HasField("done"):
-                    call.finish(response.done)
-                    if rest := text.finish(ended_by_token=call.finish_reason == usage_pb2.FINISH_REASON_STOP):
-                        yield Delta(rest)
-                if text.stopped:
-                    call.finish_reason = usage_pb2.FINISH_REASON_STOP
-                if call.finish_reason:
+                for event in call.answers.take(response):
+                    uploads.arrived()
+                    yield event
+                if call.answers.over:
                     return
         raise ServiceError(grpc.StatusCode.INTERNAL, "the language model ended its answer too early; its log has the details")
+
+    def _go_on(self, call: _Call, held: Reservation, uploads: Uploads, lost: BackendLost | MediaLost) -> None:
+        """Prepare for another try.
+
+        Raises:
+            BackendLost: there is no other language model.
+        """
+        fields = {"answer_tokens": call.answers.completion_tokens}
+        if isinstance(lost, MediaLost):
+            uploads.lose(lost.encoder)
+            if lost.gone:
+                self._backends.lost(lost.encoder)
+            logs.event(logger, "encoder lost, media are encoded again", logging.WARNING, encoder=lost.encoder, **fields)
+            return
+        call.lost.add(held.pool.name)
+        if not (others := self._backends.llms_for(call.keys, call.lost)):
+            raise lost
+        logs.event(
+            logger, "language model lost, another goes on", logging.WARNING, lost=held.pool.name, other=others[0], **fields
+        )
+        self._ledger.move(held, others[0])
 
 
 @dataclass
 class _Call:
-    """One request on its way through the backends, and what they told so far."""
+    """One request on its way through the backends.
+
+    Attributes:
+        lost: language models that went away from under it.
+    """
 
     request_id: str
     deadline: float
     prompt: Prompt
     max_tokens: int
-    finish_reason: usage_pb2.FinishReason.ValueType = usage_pb2.FINISH_REASON_UNSPECIFIED
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    times: usage_pb2.StageTimes = field(default_factory=usage_pb2.StageTimes)
-    first_delta: float = 0.0
+    answers: Answers
+    lost: set[str] = field(default_factory=set)
+
+    @cached_property
+    def keys(self) -> list[bytes]:
+        """Name the prompt's beginnings."""
+        return keys(self.prompt)
 
     @property
     def seconds_left(self) -> float:
         """What the next hop may take."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def take(self, text: Detokenizer, delta: llm_pb2.Delta) -> Delta:
-        """Add tokens to the text, until a stop string is complete."""
-        self.first_delta = self.first_delta or time.monotonic()
-        shown, taken = "", []
-        for token in delta.token_ids:
-            shown += text.push(token)
-            taken.append(token)
-            if text.stopped:
-                self.times.decode = time.monotonic() - self.first_delta  # the language model, cut off, will not say
-                break
-        self.completion_tokens = text.tokens
-        return Delta(shown, tuple(taken), delta.first_logits if delta.HasField("first_logits") else None)
+    def prefer(self, backends: Backends) -> Prefer:
+        """Pools in the order in which the backends want the prompt."""
 
-    def finish(self, done: llm_pb2.Done) -> None:
-        """The language model's own end."""
-        self.finish_reason, self.cached_tokens = done.finish_reason, done.cached_tokens
-        self.times.MergeFrom(done.stage_times)
+        def ordered(pools: Sequence[Pool]) -> list[Pool]:
+            by_name = {pool.name: pool for pool in pools}
+            return [by_name[name] for name in backends.llms_for(self.keys) if name in by_name]
+
+        return ordered
+
+    def done(self, ended: Ended, before: usage_pb2.StageTimes) -> Done:
+        """The end of an answer; ``before`` says where the time went before the backends."""
+        last = self.answers.over
+        tokens = self.answers.completion_tokens if last else ended.completion_tokens
+        times = usage_pb2.StageTimes()
+        times.MergeFrom(ended.stage_times)
+        times.MergeFrom(before)
+        return Done(self.prompt, ended.finish_reason, tokens, self.answers.cached_tokens, times, ended.index, last)
 
 
 async def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.config import ServiceConfig, option
+from services.gateway.addresses import parse_addresses
 from services.gateway.allowed_urls import UrlPolicy
 from services.gateway.profiles import PROFILES
 from services.gateway.tenants import read_tenants
@@ -26,8 +27,10 @@ class GatewayConfig(ServiceConfig):
     max_http_body_bytes: int = option(32 * MIB, "most bytes of one HTTP request's body")
     model: str = option("", "checkpoint folder or hub id; empty means the embedded model")
     served_model_name: str = option("", "the model's name in requests; empty means the checkpoint's own")
-    encoder: str = option("", "host:port of every encoder, separated by commas; empty serves text only")
-    llm: str = option("", "host:port of every language model server, separated by commas; required")
+    encoder: str = option(
+        "", "host:port of every encoder, or dns:name:port for all that a name has, separated by commas; empty serves text only"
+    )
+    llm: str = option("", "the same of every language model server; required")
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 means the checkpoint's")
     default_max_tokens: int = option(512, "most tokens of an answer, where a request does not say")
     profile: str = option("mixed", "what the next five are by default; docs/profiles.md", list(PROFILES))
@@ -63,7 +66,7 @@ class GatewayConfig(ServiceConfig):
         if not self.llm:
             raise ValueError("--llm is required: the host:port of one or more language model servers")
         for flag, value in (("--encoder", self.encoder), ("--llm", self.llm)):
-            _addresses(flag, value)
+            parse_addresses(flag, value)
         for name, value in vars(PROFILES[self.profile]).items():
             if getattr(self, name) in (-1, ""):
                 object.__setattr__(self, name, value)
@@ -101,29 +104,18 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def encoder_addresses(self) -> tuple[str, ...]:
-        """Every encoder's host:port."""
-        return _addresses("--encoder", self.encoder)
+        """Every encoder's host:port or dns:name:port."""
+        return parse_addresses("--encoder", self.encoder)
 
     @property
     def llm_addresses(self) -> tuple[str, ...]:
-        """Every language model server's host:port."""
-        return _addresses("--llm", self.llm)
+        """The same of every language model server."""
+        return parse_addresses("--llm", self.llm)
 
     @property
     def items_per_prompt(self) -> Mapping[Modality, int]:
         """Most items of each modality; one that is not named has no limit of its own."""
         return _limits(self.limit_mm_per_prompt)
-
-
-def _addresses(flag: str, text: str) -> tuple[str, ...]:
-    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-            raise ValueError(f"{flag} must be host:port or several separated by commas, got {address!r}")
-    if len(set(addresses)) != len(addresses):
-        raise ValueError(f"{flag} names an address twice: {text}")
-    return addresses
 
 
 def _limits(text: str) -> dict[Modality, int]:

@@ -19,6 +19,7 @@ class Sampling:
 
     Attributes:
         constraint: the field of ``SamplingParams.constraint`` that is set, with its value as protobuf has it.
+        logprobs: None reports none; 0 those of the chosen tokens alone.
     """
 
     temperature: float
@@ -39,6 +40,8 @@ class Sampling:
     priority: int
     visual_token_keep: float | None
     constraint: Mapping[str, Any]
+    n: int = 1
+    logprobs: int | None = None
 
 
 def read_sampling(params: sampling_pb2.SamplingParams, generation: Mapping[str, Any], vocab_size: int) -> Sampling:
@@ -79,18 +82,16 @@ def read_sampling(params: sampling_pb2.SamplingParams, generation: Mapping[str, 
         priority=params.priority,
         visual_token_keep=params.visual_token_keep if params.HasField("visual_token_keep") else None,
         constraint={constraint: getattr(params, constraint)} if constraint else {},
+        n=params.n if params.HasField("n") else 1,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
     )
 
 
 def _check_ranges(params: sampling_pb2.SamplingParams, vocab_size: int) -> None:
     check_ranges(params, vocab_size)
-    for name, asked in (
-        ("n", params.n > 1),
-        ("logprobs", params.HasField("logprobs")),
-        ("prompt_logprobs", params.HasField("prompt_logprobs")),
-    ):
-        if asked:
-            raise invalid(f"sampling.{name}", "is served by the language model service only, not by the gateway; leave it out")
+    if params.HasField("prompt_logprobs"):
+        text = "is served by the language model service only, not by the gateway; leave it out"
+        raise invalid("sampling.prompt_logprobs", text)
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise invalid("sampling.max_tokens", f"must be at least 1, got {params.max_tokens}")
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:

@@ -14,15 +14,18 @@ from services.common import logs
 from services.common.channel import time_left
 from services.common.interceptor import REQUEST_ID_HEADER
 from services.gateway.admission import Ledger
-from services.gateway.chat import Admitted, Chat, Delta, Done, Event
+from services.gateway.answers import Delta
+from services.gateway.chat import Admitted, Chat, Done, Event
 from services.gateway.model import ServedModel
 from services.gateway.pages import Answer, Pages, opening, read_start
 from services.gateway.prompt import Item, Prompt
 from services.gateway.tenants import Tenants, credentials
+from services.gateway.token_text import TokenTexts
 from services.gateway.wire import grid_to_proto, modality_to_proto
 from services.models.media import Modality, Recording
 from triptych.common.v1 import usage_pb2
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from triptych.llm.v1 import llm_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,12 +35,13 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
 
     def __init__(self, model: ServedModel, chat: Chat, ledger: Ledger, tenants: Tenants) -> None:
         self._model, self._chat, self._ledger, self._tenants = model, chat, ledger, tenants
+        self._texts = TokenTexts(model.tokenizer)
 
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> AsyncIterator[gateway_pb2.ChatResponse]:
         _present(context)
         async with aclosing(self._chat.answer(request, logs.request_id.get(), time_left(context))) as events:
             async for event in events:
-                yield self._response(event)
+                yield self.response(event)
 
     async def EstimateTokens(
         self, request: gateway_pb2.EstimateTokensRequest, context: Context
@@ -99,7 +103,8 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
             refused_requests=self._ledger.refused,
         )
 
-    def _response(self, event: Event) -> gateway_pb2.ChatResponse:
+    def response(self, event: Event) -> gateway_pb2.ChatResponse:
+        """An event of an answer as every door shows it."""
         match event:
             case Admitted(request_id, prompt):
                 admitted = gateway_pb2.Admitted(
@@ -109,10 +114,21 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
                     media=[_estimate(item) for item in prompt.items],
                 )
                 return gateway_pb2.ChatResponse(admitted=admitted)
-            case Delta(text, token_ids, logits):
-                return gateway_pb2.ChatResponse(delta=gateway_pb2.Delta(text=text, token_ids=token_ids, first_logits=logits))
+            case Delta(text, token_ids, logits, index, logprobs):
+                told = [self._logprob(token) for token in logprobs]
+                delta = gateway_pb2.Delta(text=text, token_ids=token_ids, first_logits=logits, index=index, logprobs=told)
+                return gateway_pb2.ChatResponse(delta=delta)
             case Done():
                 return gateway_pb2.ChatResponse(done=_done(event))
+
+    def _logprob(self, given: llm_pb2.TokenLogprobs) -> gateway_pb2.TokenLogprob:
+        told = self._token(given.token_id, given.logprob)
+        told.top.extend(self._token(top.token_id, top.logprob) for top in given.top)
+        return told
+
+    def _token(self, token: int, logprob: float) -> gateway_pb2.TokenLogprob:
+        text, data = self._texts[token]
+        return gateway_pb2.TokenLogprob(token_id=token, token=text, bytes=data, logprob=logprob)
 
 
 def _present(context: Context) -> None:
@@ -138,7 +154,9 @@ def _done(event: Done) -> gateway_pb2.Done:
         total_tokens=tokens + event.completion_tokens,
         prompt_tokens_details=_prompt_tokens(event.prompt, event.cached_tokens),
     )
-    return gateway_pb2.Done(finish_reason=event.finish_reason, usage=usage, stage_times=event.stage_times)
+    return gateway_pb2.Done(
+        finish_reason=event.finish_reason, usage=usage, stage_times=event.stage_times, index=event.index, last=event.last
+    )
 
 
 def _prompt_tokens(prompt: Prompt, cached: int = 0) -> usage_pb2.PromptTokens:

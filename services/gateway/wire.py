@@ -89,5 +89,7 @@ def sampling_to_proto(sampling: Sampling, max_tokens: int) -> sampling_pb2.Sampl
         include_first_logits=sampling.include_first_logits,
         priority=sampling.priority,
         visual_token_keep=sampling.visual_token_keep,
+        n=sampling.n if sampling.n > 1 else None,
+        logprobs=sampling.logprobs,
         **sampling.constraint,
     )

@@ -163,11 +163,11 @@ class RowFetcher:
             except NotShared as error:
                 cause = str(error)
                 if attempt == _TRIES:
-                    raise unavailable(f"the encoder's memory cannot be opened ({cause}); try again") from None
+                    raise _lost(unavailable(f"the encoder's memory cannot be opened ({cause}); try again"), address) from None
                 continue
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE or attempt == _TRIES:
-                    raise ServiceError.from_rpc(error, "encoder") from error
+                    raise _lost(ServiceError.from_rpc(error, "encoder"), address) from error
                 continue
             finally:
                 call.cancel()
@@ -202,7 +202,7 @@ class RowFetcher:
                 item.done, item.shared = True, None
                 item.preprocess_seconds, item.encode_seconds = response.done.preprocess_seconds, response.done.encode_seconds
             case "error":
-                raise ServiceError.from_proto(response.error)
+                raise _lost(ServiceError.from_proto(response.error), item.encoder_address)
 
     def _check_header(self, item: RemoteItem, header: encoder_pb2.ItemHeader) -> None:
         if header.model_fingerprint != self.model_fingerprint:
@@ -293,6 +293,15 @@ def remote_items(spans: Sequence[media_pb2.Span], features: int) -> list[RemoteI
         item.spans.append((i, span.rows))
         item.whole_rows = span.whole_rows
     return list(items.values())
+
+
+def _lost(error: ServiceError, address: str) -> ServiceError:
+    """An error that another encoder would not have made says which encoder it is about; the caller may encode elsewhere."""
+    if error.code is grpc.StatusCode.UNAVAILABLE and error.reason is None:
+        error.reason = "ENCODER_LOST"
+    if error.reason in ("ENCODER_LOST", "REF_NOT_FOUND"):
+        error.metadata["encoder"] = address
+    return error
 
 
 def _mismatch(text: str) -> ServiceError:

@@ -270,6 +270,8 @@ class Engine:
         grammar = arguments.grammar.start() if arguments.grammar else None
         words = [token for token in arguments.prompt if token < self.runner.vocab_size]  # a placeholder may have no logit
         chooser = TokenChooser(arguments.sampling, words, arguments.end_token_ids, arguments.min_tokens, grammar)
+        for token in arguments.answer:
+            chooser.accept(token)
         answer = Answer(request, 0, sequence, chooser)
         self._answers[name] = answer
         request.answers.append(answer)
@@ -369,6 +371,7 @@ def _sequence(
         arguments.n, spans, atoms, salt, sum(run.rows for run in arguments.media) if cross else 0,
         dropped, drop_from,
         cacheable=arguments.prompt_logprobs is None and not (cross and not all(span.digest for span in spans)),
+        output=list(arguments.answer),  # as if it had been computed here and preempted
     )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ class GenerateArguments:
         grammar: what each answer must match.
         prompt_logprobs: as ``Sampling.logprobs``, for the prompt.
         visual_token_keep: share of visual tokens to keep; 1 is all, None what the service was started with.
+        answer: tokens that the answer begins with, made elsewhere.
     """
 
     id: str
@@ -74,6 +75,7 @@ class GenerateArguments:
     include_first_logits: bool
     prompt_logprobs: int | None
     visual_token_keep: float | None
+    answer: tuple[int, ...] = ()
 
 
 async def read_generate(
@@ -102,6 +104,7 @@ async def read_generate(
     if given.n > limits.max_num_seqs:
         raise invalid("sampling.n", f"must be at most {limits.max_num_seqs}, the service's --max-num-seqs, got {given.n}")
     _check_keep(given, media, len(prompt), limits)
+    _check_answer(request, max_tokens, limits)
     return GenerateArguments(
         id=request.request_id,
         prompt=prompt,
@@ -118,6 +121,7 @@ async def read_generate(
         include_first_logits=given.include_first_logits,
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
         visual_token_keep=given.visual_token_keep if given.HasField("visual_token_keep") else None,
+        answer=tuple(request.answer_token_ids),
     )
 
 
@@ -151,6 +155,17 @@ def _check_keep(given: sampling_pb2.SamplingParams, media: Sequence[MediaRun], p
         raise invalid("sampling.visual_token_keep", f"must be 1 beside prompt_logprobs, which score every token; got {keep:g}")
     if media[-1].stop == prompt and media[-1].modality in VISUAL:
         raise invalid("sampling.visual_token_keep", f"must be 1 for a prompt whose last token is visual, got {keep:g}")
+
+
+def _check_answer(request: llm_pb2.GenerateRequest, max_tokens: int, limits: Limits) -> None:
+    """The beginning of an answer that another server made."""
+    answer = request.answer_token_ids
+    if answer and request.sampling.n > 1:
+        raise invalid("answer_token_ids", f"must be empty where several answers are asked for, here {request.sampling.n}")
+    if len(answer) >= max_tokens:
+        raise invalid("answer_token_ids", f"must be fewer than the {max_tokens} that the answer may have, got {len(answer)}")
+    if (last := max(answer, default=0)) >= limits.vocab_size:
+        raise invalid("answer_token_ids", f"must be below the vocabulary size {limits.vocab_size}, got {last}")
 
 
 def _sampling(given: sampling_pb2.SamplingParams, seed: int) -> Sampling:

@@ -18,6 +18,7 @@ from PIL import Image
 from services.common.channel import open_channel
 from services.common.errors import ServiceError
 from services.common.interceptor import ServiceInterceptor
+from services.common.server import SERVER_OPTIONS
 from services.encoder.config import EncoderConfig
 from services.encoder.preprocess import Prepared, Preprocessor
 from services.encoder.service import EncoderService
@@ -133,7 +134,7 @@ async def running(model: Path | str, **options: Any) -> AsyncIterator[Client]:
     """A started encoder; the store's totals are checked at the end."""
     config = EncoderConfig(model=str(model), **{"device": "cpu", "lease_seconds": 30.0, **options})
     service = EncoderService(config)
-    server = grpc.aio.server(interceptors=[ServiceInterceptor()])
+    server = grpc.aio.server(interceptors=[ServiceInterceptor()], options=SERVER_OPTIONS)
     service.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -16,6 +16,7 @@ from PIL import Image
 
 from services.common.errors import ServiceError
 from services.common.interceptor import ServiceInterceptor
+from services.common.server import SERVER_OPTIONS
 from services.gateway.config import GatewayConfig
 from services.gateway.service import GatewayService
 from triptych.common.v1 import sampling_pb2, tensor_pb2, usage_pb2
@@ -127,7 +128,7 @@ class FakeLlm(llm_pb2_grpc.LlmServiceServicer):
 @asynccontextmanager
 async def served(register: Callable[[grpc.aio.Server], None], service: str) -> AsyncIterator[str]:
     """A server of this process, as services.common.server sets one up; yields its address."""
-    server = grpc.aio.server(interceptors=[ServiceInterceptor()])
+    server = grpc.aio.server(interceptors=[ServiceInterceptor()], options=SERVER_OPTIONS)
     register(server)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

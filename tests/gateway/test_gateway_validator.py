@@ -122,8 +122,8 @@ def test_text_only_deployments_take_no_pictures(checkpoint_dir: Directory) -> No
         ("logit_bias[1000]", [], [{1000: 1}]),
         ("priority", [-(2**31), 0, 2**31 - 1], []),
         ("visual_token_keep", [0.01, 1], [0, -1, 1.01, float("nan")]),
-        ("n", [1], [0, 2, 8, 9]),
-        ("logprobs", [], [0, 5, 21]),
+        ("n", [1, 8], [0, 9]),
+        ("logprobs", [0, 20], [21]),
         ("prompt_logprobs", [], [0, 5, 21]),
         ("json_schema", ["{}", " " * 65536], [" " * 65537]),
         ("regex", ["a+"], ["ä" * 32769]),
@@ -142,11 +142,10 @@ def test_sampling_ranges(field: str, good: list[Any], bad: list[Any]) -> None:
         assert errors[0].field == f"sampling.{field}"
 
 
-@pytest.mark.parametrize(("field", "asked"), [("n", 2), ("logprobs", 0), ("prompt_logprobs", 1)])
-def test_what_the_stream_of_the_gateway_cannot_carry(field: str, asked: int) -> None:
+def test_what_the_stream_of_the_gateway_cannot_carry() -> None:
     with refused(INVALID, "is served by the language model service only") as errors:
-        read_sampling(sampling_pb2.SamplingParams(**{field: asked}), {}, 1000)
-    assert errors[0].field == f"sampling.{field}"
+        read_sampling(sampling_pb2.SamplingParams(prompt_logprobs=1), {}, 1000)
+    assert errors[0].field == "sampling.prompt_logprobs"
 
 
 def test_a_constraint_says_itself_where_the_answer_ends() -> None:

@@ -12,6 +12,7 @@ from bench.counting import ways
 from bench.encoder import main as encoder
 from bench.engine import bookkeeping
 from bench.engine import main as engine
+from bench.failover import main as failover
 from bench.preprocess import main as preprocess
 from bench.preprocess import photo, pictures, recordings
 from bench.pruning import main as pruning
@@ -55,7 +56,7 @@ def test_transport_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    "main", [counting, encoder, engine, preprocess, pruning, transport_main], ids=lambda main: main.__module__
+    "main", [counting, encoder, engine, failover, preprocess, pruning, transport_main], ids=lambda main: main.__module__
 )
 def test_help_says_what_it_takes(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -173,6 +173,29 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_company(case: Case) -> 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.9, top_p=0.95, seed=5),
+        Sampling(temperature=0.7, seed=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
+    ],
+    ids=["greedy", "seeded", "penalized"],
+)
+async def test_an_answer_that_began_elsewhere_goes_on_as_it_would_have(case: Case, sampling: Sampling) -> None:
+    async with running(new_engine(case, 64)) as engine:
+        for ask in case.asks[:2]:
+            ending = ask.arguments("r").max_tokens // 2  # bans end tokens up to there, counted from the answer's first token
+            options: dict[str, object] = {"sampling": sampling, "end_token_ids": frozenset({7}), "min_tokens": ending}
+            whole = await tokens(submit(engine, ask, **options))
+            for begun in {1, ending, len(whole) - 1} - {0}:
+                request = submit(engine, ask, answer=tuple(whole[:begun]), **options)
+                seen = [event async for event in events(request)]
+                assert [event.choice.token for event in seen if isinstance(event, Token)] == whole[begun:]
+                assert isinstance(seen[-1], Finished) and seen[-1].completion_tokens == len(whole)
+
+
+@pytest.mark.asyncio
 async def test_several_answers_are_drawn_apart_and_end_apart(case: Case) -> None:
     async with running(new_engine(case)) as engine:
         request = submit(engine, case.asks[0], n=4, sampling=Sampling(temperature=1.2, seed=3))

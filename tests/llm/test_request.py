@@ -179,6 +179,9 @@ NAN = float("nan")
         ({"choice": {"texts": ["a" * 40_000, "b" * 40_000]}}, "sampling.choice", "at most 65536 bytes, got 80000"),
         ({"json_object": True, "min_tokens": 2}, "sampling.min_tokens", "must be 0 with json_object"),
         ({"regex": "a", "ignore_eos": True}, "sampling.ignore_eos", "cannot go with regex"),
+        ({"answer_token_ids": [1], "n": 2}, "answer_token_ids", "must be empty where several answers are asked for, here 2"),
+        ({"answer_token_ids": [1, 2, 3, 4]}, "answer_token_ids", "fewer than the 4 that the answer may have, got 4"),
+        ({"answer_token_ids": [1024]}, "answer_token_ids", "below the vocabulary size 1024, got 1024"),
     ],
 )
 def test_refused_values(text: Reader, changes: dict[str, Any], field: str, words: str) -> None:

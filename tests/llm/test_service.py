@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from services.common.interceptor import ServiceInterceptor
+from services.common.server import SERVER_OPTIONS
 from services.llm.config import LlmConfig
 from services.llm.service import LlmService
 from services.models.checkpoint import Checkpoint, open_checkpoint
@@ -116,7 +117,7 @@ def wrong_grid(given: media_pb2.Span) -> media_pb2.Span:
 
 @asynccontextmanager
 async def serve(add: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[ServiceInterceptor()])
+    server = grpc.aio.server(interceptors=[ServiceInterceptor()], options=SERVER_OPTIONS)
     add(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -258,7 +259,7 @@ async def test_an_encoder_that_lies_or_is_away_fails_its_request_only(checkpoint
         await refused(grpc.StatusCode.INTERNAL, "ESTIMATE_MISMATCH", rows=torch.zeros(ROWS + 1, hidden))
         await refused(grpc.StatusCode.INTERNAL, "ESTIMATE_MISMATCH", rows=torch.zeros(ROWS, hidden * 2))
         await refused(grpc.StatusCode.DATA_LOSS, "", damaged=True)
-        await refused(grpc.StatusCode.UNAVAILABLE, "", breaks=99)
+        await refused(grpc.StatusCode.UNAVAILABLE, "ENCODER_LOST", breaks=99)
         error = await llm.error(llm.request(encoder="127.0.0.1:1"))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         await llm.check_free()

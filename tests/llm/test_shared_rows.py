@@ -15,6 +15,7 @@ import torch
 
 from services.common.errors import ServiceError
 from services.common.interceptor import ServiceInterceptor
+from services.common.server import SERVER_OPTIONS
 from services.common.shared_memory import Address, Block, NotShared, open_block, this_place
 from services.encoder.config import EncoderConfig
 from services.encoder.rows import SHARED_FROM
@@ -36,7 +37,7 @@ async def encoder(checkpoint: Checkpoint, **options: Any) -> AsyncIterator[tuple
     """An encoder's store and the address at which it is served."""
     store = Store(30, shared_items=100)
     config = EncoderConfig(model=str(checkpoint.path), **options)
-    server = grpc.aio.server(interceptors=[ServiceInterceptor()])
+    server = grpc.aio.server(interceptors=[ServiceInterceptor()], options=SERVER_OPTIONS)
     add_to_server(EncoderServicer(checkpoint, config, store), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -127,6 +127,7 @@ DONE = Chat(
         finish_reason=usage_pb2.FINISH_REASON_STOP,
         usage=usage_pb2.Usage(prompt_tokens=57, completion_tokens=4, total_tokens=61, prompt_tokens_details=PROMPT),
         stage_times=usage_pb2.StageTimes(probe=0.001, wait_for_rows=0.0, decode=0.02),
+        last=True,
     )
 )
 

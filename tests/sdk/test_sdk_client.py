@@ -8,7 +8,9 @@ import pytest
 
 import triptych
 from triptych import errors
-from triptych.common.v1 import sampling_pb2
+from triptych.common.v1 import sampling_pb2, usage_pb2
+from triptych.gateway.v1 import gateway_pb2
+from triptych.gateway.v1.gateway_pb2 import ChatResponse as Chat
 
 
 def texts_and_media(message):
@@ -73,6 +75,35 @@ def test_a_stream_yields_deltas_then_has_a_result(gateway):
         deltas = list(stream)
     assert "".join(deltas) == stream.result.text == "It is ein Kätzchen."
     assert deltas[0].text == "It is " and deltas[1].token_ids == (3,)
+
+
+def test_several_answers_with_log_probabilities(gateway):
+    def script(_context):
+        top = [gateway_pb2.TokenLogprob(token_id=8, token="\ufffd", bytes=b"\xc3", logprob=-1.5)]
+        known = gateway_pb2.TokenLogprob(token_id=7, token="no", bytes=b"no", logprob=-0.25, top=top)
+        yield Chat(delta=gateway_pb2.Delta(text="yes", token_ids=[5, 6]))
+        yield Chat(delta=gateway_pb2.Delta(text="no", token_ids=[7], index=1, logprobs=[known]))
+        yield Chat(done=gateway_pb2.Done(finish_reason=2, index=1))
+        yield Chat(delta=gateway_pb2.Delta(text=", it is", token_ids=[9]))
+        if complete:
+            yield Chat(done=gateway_pb2.Done(finish_reason=1, last=True, usage=usage_pb2.Usage(completion_tokens=4)))
+
+    gateway.script, complete = script, True
+    with triptych.Client(gateway.address) as client:
+        with client.stream("what?", n=2, logprobs=1) as stream:
+            assert [(delta.text, delta.choice) for delta in stream] == [("yes", 0), ("no", 1), (", it is", 0)]
+        result, sent = stream.result, gateway.requests[0].sampling
+        assert (sent.n, sent.logprobs) == (2, 1) and result.usage.completion_tokens == 4
+        first, second = result.choices
+        assert (first.text, first.token_ids, first.finish_reason) == ("yes, it is", (5, 6, 9), "stop")
+        assert (result.text, result.token_ids, result.finish_reason) == ("yes, it is", (5, 6, 9), "stop")
+        assert (second.index, second.text, second.finish_reason) == (1, "no", "length")
+        [told] = second.logprobs
+        assert (told.token_id, told.token, told.bytes, told.logprob) == (7, "no", b"no", -0.25)
+        assert told.top == (triptych.TokenLogprob(8, "\ufffd", b"\xc3", -1.5),)
+        complete = False
+        with pytest.raises(errors.StreamTruncated):
+            client.chat("what?", n=2)
 
 
 @pytest.mark.asyncio

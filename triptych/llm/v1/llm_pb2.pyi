@@ -33,6 +33,7 @@ class GenerateRequest(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; a second request with the same id is refused."""
     cache_salt: _builtins.str
@@ -49,6 +50,13 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """How to choose tokens. Stop strings are the caller's business and are ignored here."""
 
+    @_builtins.property
+    def answer_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The beginning of the answer, where another server made it and was lost: the answer goes on behind it with the tokens that the
+        other server would have chosen. It counts towards min_tokens, max_tokens and completion_tokens and is not sent again. Fewer
+        than max_tokens, and with one answer only.
+        """
+
     def __init__(
         self,
         *,
@@ -57,10 +65,11 @@ class GenerateRequest(_message.Message):
         spans: _abc.Iterable[_media_pb2.Span] | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
+        answer_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "request_id", b"request_id", "sampling", b"sampling", "spans", b"spans", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_token_ids", b"answer_token_ids", "cache_salt", b"cache_salt", "request_id", b"request_id", "sampling", b"sampling", "spans", b"spans", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
