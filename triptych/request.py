@@ -195,7 +195,7 @@ def _part(path: str, part: object) -> gateway_pb2.Part:
 
 
 def _media(path: str, part: MediaPart) -> gateway_pb2.Media:
-    if part.detail not in _DETAILS:
+    if not isinstance(part.detail, str) or part.detail not in _DETAILS:
         raise _invalid(f"{path}.detail", f"{part.detail!r} is not one of {', '.join(_DETAILS)}")
     media = gateway_pb2.Media(url=part.url) if part.url else gateway_pb2.Media(data=part.data)
     if part.detail != "auto":

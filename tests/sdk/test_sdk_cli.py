@@ -13,6 +13,7 @@ import pytest
 from triptych import reports
 from triptych.cli import main, render
 from triptych.common.v1 import error_pb2
+from triptych.gateway.v1 import gateway_pb2
 
 
 def test_ask_prints_answer_and_usage(gateway, picture, capsys):
@@ -36,6 +37,16 @@ def test_ask_sends_media_in_command_line_order_before_the_question(gateway, tmp_
     assert [user.parts[0].image.data, user.parts[1].audio.data, user.parts[2].image.data] == [b"a", b"b", b"c"]
     assert (request.sampling.seed, request.sampling.max_tokens, request.sampling.temperature) == (3, 9, 0)
     assert request.model == "tiny"
+    assert {part.image.detail for part in user.parts if part.HasField("image")} == {gateway_pb2.DETAIL_UNSPECIFIED}
+
+
+def test_detail_is_of_images_alone(gateway, picture, tmp_path):
+    (tmp_path / "sound").write_text("b")
+    media = ["--image", str(picture), "--audio", str(tmp_path / "sound"), "--detail", "low", "--address", gateway.address]
+    assert main(["ask", "what?", *media]) == 0 and main(["estimate", *media]) == 0
+    for request in gateway.requests:
+        image, audio = request.messages[0].parts[:2]
+        assert (image.image.detail, audio.audio.detail) == (gateway_pb2.DETAIL_LOW, gateway_pb2.DETAIL_UNSPECIFIED)
 
 
 def test_ask_quiet_usage_and_timings(gateway, capsys):

@@ -167,7 +167,27 @@ def test_every_call_has_a_deadline_and_a_request_id(gateway):
     assert all(110 < seconds < 122 for seconds in gateway.remaining[:2])
     assert gateway.remaining[2] < 9
     assert len(set(gateway.request_ids)) == 3 and gateway.request_ids[2] == "mine"
-    assert [getattr(request, "cache_salt", None) for request in gateway.requests] == ["", None, "tenant"]
+    assert [getattr(request, "cache_salt", None) for request in gateway.requests] == ["", "", "tenant"]
+
+
+def test_how_closely_to_look(gateway):
+    parts = [
+        triptych.image(b"a"),
+        triptych.image(b"b", detail="low"),
+        triptych.image(b"c", detail="high", min_pixels=100, max_pixels=900),
+        triptych.video(b"d", max_pixels=50),
+        {"type": "image_url", "image_url": {"url": "data:,x", "detail": "low", "max_pixels": 7}},
+        {"type": "image_url", "image_url": "data:,y"},
+    ]
+    with triptych.Client(gateway.address) as client:
+        client.estimate(parts, cache_salt="tenant")
+    (request,) = gateway.requests
+    sent = [getattr(part, part.WhichOneof("content")) for part in request.messages[0].parts]
+    low, high, unset = gateway_pb2.DETAIL_LOW, gateway_pb2.DETAIL_HIGH, gateway_pb2.DETAIL_UNSPECIFIED
+    assert [media.detail for media in sent] == [unset, low, high, unset, low, unset]
+    bounds = [tuple(getattr(media, n) if media.HasField(n) else None for n in ("min_pixels", "max_pixels")) for media in sent]
+    assert bounds == [(None, None), (None, None), (100, 900), (None, 50), (None, 7), (None, None)]
+    assert request.cache_salt == "tenant"
 
 
 @pytest.mark.parametrize(
@@ -195,6 +215,9 @@ def test_how_to_choose_tokens(gateway, options, sent):
         ([{"role": "tool", "content": "x"}], {}, "messages[0].role"),
         (["x", 3], {}, "messages[0].parts[1]"),
         ([{"type": "image_url"}], {}, "messages[0].parts[0]"),
+        ([triptych.image(b"x", detail="medium")], {}, "messages[0].parts[0].image.detail"),
+        ([{"type": "image_url", "image_url": {"url": "data:,x", "detail": []}}], {}, "messages[0].parts[0].image.detail"),
+        ([triptych.video(b"x", max_pixels=-1)], {}, "messages[0].parts[0].video.max_pixels"),
         ([{"role": "user", "content": "x"}, "y"], {}, "messages[1]"),
         ("x", {"seed": -1}, "sampling.seed"),
         ("x", {"temperature": "hot"}, "sampling.temperature"),
