@@ -113,6 +113,25 @@ async def test_a_language_model_lost_in_the_middle_is_not_noticed(qwen: Path, sa
 
 
 @pytest.mark.asyncio
+async def test_a_language_model_and_then_the_media_are_lost(qwen: Path) -> None:
+    """As when the answer is long: nobody reads the rows any more, and the encoder drops them."""
+    async with fleet(qwen) as f:
+        for llm in f.llms.values():
+            llm.gate.clear()
+        call = asyncio.create_task(f.answer(ask("tell", picture(), max_tokens=9)))
+        await until(lambda: any(llm.requests for llm in f.llms.values()))
+        address, lost = the_one_that_ran(f)
+        lost.lost_after, other(f, address).failures = 4, [lost_ref]
+        for llm in f.llms.values():
+            llm.gate.set()
+        assert tokens_of(await call) == f.expected(address, 9)
+        assert [len(encoder.items) for encoder in f.encoders.values()] == [1, 1]
+        assert other(f, address).began == [f.expected(address, 4)]
+        lost.gone = False
+        await f.idle()
+
+
+@pytest.mark.asyncio
 async def test_an_answer_whose_last_token_has_come_is_over(qwen: Path) -> None:
     async with fleet(qwen) as f:
         for llm in f.llms.values():

@@ -365,3 +365,13 @@ async def test_requests_without_a_seed_differ_and_those_with_one_agree(checkpoin
         free = [await drawn(f"free{i}") for i in range(3)]
         assert len({tuple(tokens) for tokens in free}) == 3
         assert await drawn("a", seed=7) == await drawn("b", seed=7)
+
+
+@pytest.mark.asyncio
+async def test_a_constrained_answer_goes_on_in_its_form(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("llama")) as llm:
+        sampling = sampling_pb2.SamplingParams(max_tokens=24, temperature=1.0, seed=3, regex="([a-z]{3}[0-9]{2}){1,9}")
+        whole = await llm.tokens(llm.request(token_ids=BEFORE, spans=[], sampling=sampling))
+        for begun in range(1, len(whole), 3):
+            rest = llm.request(token_ids=BEFORE, spans=[], sampling=sampling, answer_token_ids=whole[:begun])
+            assert await llm.tokens(rest) == whole[begun:]
