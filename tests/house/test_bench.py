@@ -55,16 +55,10 @@ def test_transport_is_measured() -> None:
     assert all(row["CPU s per GB"] > 0 for row in rows)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    "main", [counting, encoder, engine, failover, preprocess, pruning, transport_main], ids=lambda main: main.__module__
-)
-=======
-MAINS = [encoder, engine, failover, preprocess, pruning, transport_main]
+MAINS = [counting, encoder, engine, failover, preprocess, pruning, transport_main]
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
->>>>>>> 48d0eb48eecdb88be914fad80928c635b32fbfb5
 def test_help_says_what_it_takes(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
