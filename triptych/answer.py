@@ -32,8 +32,8 @@ class TokenLogprob:
 class Delta(str):
     """More of an answer: its text, which may be empty, with the token ids generated since the last delta.
 
-        `choice` says which of the answers it belongs to, from 0, where several were asked for; `logprobs` has an entry for each token
-    where they were asked for, else none.
+        `choice` says which of the answers it belongs to, from 0, where several were asked for; `logprobs` has an entry
+    for each token where they were asked for, else none.
     """
 
     token_ids: tuple[int, ...]
