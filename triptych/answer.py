@@ -32,7 +32,7 @@ class TokenLogprob:
 class Delta(str):
     """More of an answer: its text, which may be empty, with the token ids generated since the last delta.
 
-        `choice` says which of the answers it belongs to, from 0, where several were asked for; `logprobs` has an entry
+    `choice` says which of the answers it belongs to, from 0, where several were asked for; `logprobs` has an entry
     for each token where they were asked for, else none.
     """
 
