@@ -19,7 +19,7 @@ from services.encoder.batcher import Batcher
 from services.encoder.store import Header
 from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
-from services.models.media import Grid, Picture
+from services.models.media import Grid, Look, Picture
 from tests.media_files import file_bytes, picture, png_header
 from triptych.common.v1 import media_pb2, tensor_pb2
 from triptych.encoder.v1 import encoder_pb2
@@ -149,6 +149,8 @@ async def test_bad_media_fail_with_their_field_and_the_next_item_works(checkpoin
         (b"x", {"expected_rows": 0}, "expected_rows"),
         (b"x", {"expected_rows": 2**32 - 1}, "1 to 1048576, got 4294967295"),
         (b"x", {"whole_rows": 2**32 - 1}, "at most 1048576, got 4294967295"),
+        (b"x", {"max_pixels": 50_000_001}, "max_pixels: it must be at most 50000000"),
+        (b"x", {"min_pixels": 2**64 - 1}, "min_pixels: it must be at most 50000000"),
         (b"x", {"cache_salt": "ä" * 65}, "at most 128 bytes, got 130"),
         (b"x", {"frames": range(769)}, "769 frames are to be looked at; accepted are 1 to 768"),
         (b"x", {"times": [0.0] * 769}, "769 frames are to be looked at; accepted are 1 to 768"),
@@ -324,6 +326,38 @@ async def test_a_fetch_of_too_many_items_is_refused(checkpoint_dir: Dirs) -> Non
             await client.fetch(*["no such ref"] * 4097)
         assert error_of(caught.value).code is grpc.StatusCode.INVALID_ARGUMENT
         assert "at most 4096" in error_of(caught.value).message
+
+
+async def test_how_closely_an_item_is_looked_at_is_part_of_what_it_is(checkpoint_dir: Dirs) -> None:
+    """Rows are those of the plan, and are kept apart from those of the same bytes looked at otherwise."""
+    data = file_bytes(picture(200, 120))
+    async with running(checkpoint_dir("qwen2_vl")) as client:
+        looks = [Look(), Look(max_pixels=20 * 28 * 28), Look(min_pixels=60 * 28 * 28), Look(low=True)]
+        plans = [client.checkpoint.plan([Picture(200, 120, look)])[0] for look in looks]
+        assert plans[1].rows < plans[0].rows < plans[2].rows
+        refs = [
+            await client.encode(
+                data,
+                plan.rows,
+                media_pb2.Grid(t=plan.grid.t, h=plan.grid.h, w=plan.grid.w),
+                patches=plan.patches,
+                low_detail=plan.look.low,
+                min_pixels=plan.look.min_pixels,
+                max_pixels=plan.look.max_pixels,
+            )
+            for plan in (*plans, plans[1])
+        ]
+        for plan, item in zip((*plans, plans[1]), await client.fetch(*refs), strict=True):
+            assert item.error is None and len(item.rows()) == plan.rows
+        load = await client.load()
+        assert (load.encoded_items, load.cache_hits) == (4, 1)
+
+
+async def test_what_a_family_does_not_heed_is_refused(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("llava")) as client:
+        for told in ({"low_detail": True}, {"max_pixels": 900}):
+            with pytest.raises(grpc.aio.AioRpcError, match="heeds no such limits"):
+                await client.encode(b"x", 4, **told)
 
 
 async def test_a_picture_among_others_is_a_single_tile(checkpoint_dir: Dirs) -> None:
