@@ -10,9 +10,10 @@ from triptych import errors
 from triptych.aio import AsyncClient, AsyncStream
 from triptych.answer import ChatResult, Choice, Delta, TokenLogprob
 from triptych.client import Client, Stream
-from triptych.content import MediaPart, Page, assistant, audio, image, page, system, user, video
+from triptych.content import MediaPart, assistant, audio, image, system, user, video
 from triptych.pages import PageAnswer, Pages
 from triptych.pages_aio import AsyncPageAnswer, AsyncPages
+from triptych.pages_request import Page, page
 from triptych.pdf import Pdf, pdf
 from triptych.reports import Cost, Estimate, Load, MediaEstimate, Model, PromptTokens, StageTimes, Usage
 

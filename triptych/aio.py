@@ -13,12 +13,13 @@ from triptych import health
 from triptych.answer import ChatResult, Delta
 from triptych.attempts import Attempts
 from triptych.base import CHANNEL_OPTIONS, CHAT_SERVICE, ClientBase, StreamBase
-from triptych.content import Messages, PageParts
+from triptych.content import Messages
 from triptych.gateway.v1 import gateway_pb2
 from triptych.gateway.v1.gateway_pb2_grpc import ChatServiceStub
 from triptych.pages_aio import AsyncPages
+from triptych.pages_request import PageParts, PagesOptions
 from triptych.reports import Estimate, Load, Model
-from triptych.request import Options, PagesOptions
+from triptych.request import Options
 
 if TYPE_CHECKING:
     from triptych.gateway.v1.gateway_pb2_grpc import ChatServiceAsyncStub

@@ -6,7 +6,8 @@ from triptych.answer import Answer, ChatResult
 from triptych.attempts import Attempts
 from triptych.content import Messages
 from triptych.gateway.v1 import gateway_pb2
-from triptych.request import MAX_MESSAGE_BYTES, Options, PagesOptions, Request, build, build_start
+from triptych.pages_request import PagesOptions, build_start
+from triptych.request import MAX_MESSAGE_BYTES, Options, Request, build
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 DEFAULT_TIMEOUT = 120.0

@@ -29,17 +29,6 @@ Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = str | MediaPart | Sequence[Part]
 
 
-@dataclass(frozen=True)
-class Page:
-    """A page of a document, or a segment of a video or recording; `question` is asked of it instead of the one for all pages."""
-
-    parts: tuple[Part, ...]
-    question: str = ""
-
-
-PageParts: TypeAlias = Page | Part | list[Part] | tuple[Part, ...]
-
-
 def image(
     source: Source, *, detail: DetailName = "auto", min_pixels: int | None = None, max_pixels: int | None = None
 ) -> MediaPart:
@@ -80,11 +69,6 @@ def user(*parts: Part) -> Message:
 def assistant(*parts: Part) -> Message:
     """An earlier answer of the model."""
     return {"role": "assistant", "content": list(parts)}
-
-
-def page(*parts: Part, question: str = "") -> Page:
-    """A page with several parts, or with a question of its own."""
-    return Page(parts, question)
 
 
 def _media(modality: ModalityName, source: Source) -> MediaPart:

@@ -11,10 +11,9 @@ import grpc
 
 from triptych.answer import ChatResult, Delta
 from triptych.attempts import Attempts
-from triptych.content import PageParts
 from triptych.gateway.v1 import gateway_pb2
 from triptych.pages_base import ACCEPTED, AHEAD, PageAnswerBase, PagesBase
-from triptych.request import build_page
+from triptych.pages_request import PageParts, build_page
 
 
 class Pages(PagesBase):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 from triptych.common.v1 import sampling_pb2
-from triptych.content import MediaPart, Messages, ModalityName, Page, PageParts
+from triptych.content import MediaPart, Messages, ModalityName
 from triptych.errors import InvalidArgument
 from triptych.gateway.v1 import gateway_pb2
 
@@ -74,23 +74,6 @@ class Options(Sampling, total=False):
     cache_salt: str
 
 
-class PagesOptions(Sampling, total=False):
-    """What a call about pages takes besides its question and pages.
-
-    messages: come before each page: instructions, or an example with its answer.
-    remember: how many earlier pages' questions and answers come before a page; 0, the default, asks of each page alone.
-    timeout: seconds for all pages together; None means an hour.
-    model, request_id, cache_salt: as in `Options`.
-    """
-
-    messages: Messages
-    remember: int
-    model: str
-    timeout: float | None
-    request_id: str | None
-    cache_salt: str
-
-
 def build(kind: type[Request], messages: Messages, options: Options) -> Request:
     """A request of `kind`; timeout and request_id have no place in it.
 
@@ -98,7 +81,9 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
         InvalidArgument: a role, part or sampling value that has no place in a request, or more than 64 MiB.
         TypeError: an unknown option.
     """
-    _check_options(options, Options)
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(Options.__annotations__))}")
     turns = _turns(messages)
     media = options.get("media", ())
     turns[-1][1][:0] = [media] if isinstance(media, MediaPart) else list(media)
@@ -111,47 +96,10 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
     )
     _check_unicode("cache_salt", options.get("cache_salt", ""))
     request.cache_salt = options.get("cache_salt", "")
-    _check_size("the request", request.ByteSize())
-    return request
-
-
-def build_start(question: str, options: PagesOptions) -> gateway_pb2.ChatPagesRequest:
-    """What is asked of every page; raises as `build` does."""
-    _check_options(options, PagesOptions)
-    start = gateway_pb2.PagesStart(model=options.get("model", "default"), question=question)
-    for name, text in (("model", start.model), ("question", question), ("cache_salt", options.get("cache_salt", ""))):
-        _check_unicode(name, text)
-    start.cache_salt = options.get("cache_salt", "")
-    if messages := options.get("messages"):
-        start.messages.extend(_message(index, role, content) for index, (role, content) in enumerate(_turns(messages)))
-    start.sampling.CopyFrom(_sampling({name: value for name, value in options.items() if name in Sampling.__annotations__}))
-    try:
-        start.remember = options.get("remember", 0)
-    except (TypeError, ValueError) as error:
-        raise _invalid("remember", f"{options['remember']!r} is not allowed: {error}") from error
-    _check_size("the question with its messages", start.ByteSize())
-    return gateway_pb2.ChatPagesRequest(start=start)
-
-
-def build_page(index: int, page: PageParts) -> gateway_pb2.ChatPagesRequest:
-    """A page, counted from 0; raises as `build` does."""
-    if not isinstance(page, Page):
-        page = Page(tuple(page) if isinstance(page, list | tuple) else (page,))
-    _check_unicode(f"pages[{index}].question", page.question)
-    made = [_part(f"pages[{index}].parts[{position}]", part) for position, part in enumerate(page.parts)]
-    request = gateway_pb2.ChatPagesRequest(page=gateway_pb2.Page(parts=made, question=page.question))
-    _check_size(f"pages[{index}]", request.ByteSize())
-    return request
-
-
-def _check_options(options: Mapping[str, Any], known: type) -> None:
-    if unknown := options.keys() - known.__annotations__.keys():
-        raise TypeError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(known.__annotations__))}")
-
-
-def _check_size(what: str, size: int) -> None:
+    size = request.ByteSize()
     if size > MAX_MESSAGE_BYTES:
-        raise InvalidArgument(f"{what} has {size / 2**20:.0f} MiB, more than the 64 MiB that one may have")
+        raise InvalidArgument(f"the request has {size / 2**20:.0f} MiB, more than the 64 MiB that one may have")
+    return request
 
 
 def _turns(messages: Messages) -> list[tuple[str, list[Any]]]:

@@ -145,7 +145,8 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class _OpenTokens(dict[int, bool]):
-    """Whether later tokens decide a token's text: a byte of a run that may prove malformed, or one without text of its own."""
+    """Whether later tokens decide a token's text: a byte of a run that may prove malformed, the beginning of a character, or a
+    token without text of its own."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -153,7 +154,8 @@ class _OpenTokens(dict[int, bool]):
 
     def __missing__(self, token: int) -> bool:
         is_byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or "")
-        self[token] = bool(is_byte) or not self._tokenizer.decode([token], skip_special_tokens=True)
+        alone = self._tokenizer.decode([token], skip_special_tokens=True)
+        self[token] = bool(is_byte) or not alone or alone.endswith("\ufffd")
         return self[token]
 
 

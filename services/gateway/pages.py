@@ -63,7 +63,8 @@ class _Page:
     """A page that was begun, and what is to be sent of it; None ends it, an error ends the call."""
 
     number: int
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)  # or over
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)  # or answered
+    answered: asyncio.Event = field(default_factory=asyncio.Event)  # or failed
     responses: asyncio.Queue[gateway_pb2.ChatPagesResponse | ServiceError | None] = field(
         default_factory=lambda: asyncio.Queue(_AHEAD)
     )
@@ -115,6 +116,7 @@ class Pages:
 
     async def _read(self) -> None:
         """Begin pages as there is room for them."""
+        before = None
         try:
             for number in count():
                 await self._room.acquire()
@@ -125,18 +127,19 @@ class Pages:
                     raise invalid("page", "only pages may follow the start")
                 page = _Page(number)
                 self._begun.put_nowait(page)
-                self._spawn(self._run(page, request.page))
+                self._spawn(self._run(page, request.page, before))
                 await page.admitted.wait()
+                before = page
         finally:
             self._begun.put_nowait(None)
 
-    async def _run(self, page: _Page, asked: gateway_pb2.Page) -> None:
+    async def _run(self, page: _Page, asked: gateway_pb2.Page, before: _Page | None) -> None:
         """Answer one page; whatever happens to it is told, and no other page's matter."""
         request_id = f"{self._request_id[:_LONGEST_ID]}.{page.number}"
         logs.request_id.set(request_id)
         try:
             text = ""
-            async with aclosing(self._ask(asked)) as responses:
+            async with aclosing(self._ask(asked, before)) as responses:
                 async for response in responses:
                     page.admitted.set()
                     text += response.delta.text
@@ -150,10 +153,12 @@ class Pages:
                 status = told.to_proto(request_id)
                 await page.responses.put(gateway_pb2.ChatPagesResponse(page=page.number, error=status))
         page.admitted.set()
+        page.answered.set()
         await page.responses.put(None)
 
-    async def _ask(self, asked: gateway_pb2.Page) -> AsyncGenerator[gateway_pb2.ChatResponse, None]:
-        """One page's answer. A refusal for now is waited out; memories for which there is no room are dropped, oldest first."""
+    async def _ask(self, asked: gateway_pb2.Page, before: _Page | None) -> AsyncGenerator[gateway_pb2.ChatResponse, None]:
+        """One page's answer. Memories for which there is no room are dropped, oldest first. A refusal for now is waited out: the
+        page before, while it is answered, may be what takes the room."""
         if not asked.parts:
             raise invalid("page.parts", "is empty; send at least one part")
         tries_left, admitted = _MAX_TRIES, False
@@ -168,14 +173,17 @@ class Pages:
                         yield response
                 return
             except ServiceError as error:
+                refused_for_now = not admitted and error.retry_delay is not None
                 if not admitted and error.reason in _TOO_LONG and self._memory:
                     self._memory.popleft()
-                    continue
-                tries_left -= 1
-                if admitted or error.retry_delay is None or not tries_left:
+                elif refused_for_now and before is not None and not before.answered.is_set():
+                    await before.answered.wait()
+                elif refused_for_now and tries_left > 1:
+                    tries_left -= 1
+                    await asyncio.sleep(error.retry_delay or 0.0)
+                else:
                     _rename(error, path)
                     raise
-                await asyncio.sleep(error.retry_delay)
 
     def _request(self, asked: gateway_pb2.Page) -> tuple[gateway_pb2.ChatRequest, str]:
         """What a page stands for, and the path of the page's own message in it."""

@@ -17,7 +17,7 @@ from services.gateway.detokenizer import Detokenizer
 Directory = Callable[[str], Path]
 # byte-level; byte-fallback that strips the first space (llava), and that does not (gemma3); Metaspace; no decoder at all
 FAMILIES = ["qwen2_vl", "llava", "llama", "qwen2", "gemma3"]
-BUILT = ["metaspace", "metaspace_never", "words"]
+BUILT = ["metaspace", "metaspace_never", "words", "byte_level_in_a_sequence"]
 TEXTS = [
     "👩‍👩‍👧‍👦 hi 🏳️‍🌈",
     "你好世界。",
@@ -38,6 +38,10 @@ def tokenizer(request: pytest.FixtureRequest, checkpoint_dir: Directory) -> Toke
 def any_tokenizer(request: pytest.FixtureRequest, checkpoint_dir: Directory) -> Tokenizer:
     if request.param in FAMILIES:
         return Tokenizer.from_file(str(checkpoint_dir(request.param) / "tokenizer.json"))
+    if request.param == "byte_level_in_a_sequence":
+        nested = Tokenizer.from_file(str(checkpoint_dir("qwen2") / "tokenizer.json"))
+        nested.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+        return nested
     pieces = ["<unk>", "\u2581", "\u2581\u2581", "\u2581a", "a", "ab", "b\u2581", "\ufffd", "é", "<0xC3>", "<0xA9>", "a b"]
     built = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     built.add_special_tokens(["<s>"])

@@ -120,26 +120,25 @@ async def test_a_bug_is_one_page_s_and_opaque(qwen: Path, monkeypatch: pytest.Mo
         assert text_of(pages[1]) is not None
 
 
+WRONG_STARTS = [
+    ([], CODE.INVALID_ARGUMENT, "start: must come first"),
+    ([page("x")], CODE.INVALID_ARGUMENT, "start: must come first"),
+    ([Request()], CODE.INVALID_ARGUMENT, "start: must come first"),
+    ([start(model="other")], CODE.NOT_FOUND, "model"),
+    ([start(sampling=sampling_pb2.SamplingParams(n=2))], CODE.INVALID_ARGUMENT, "sampling.n"),
+    ([start(sampling=sampling_pb2.SamplingParams(top_p=7))], CODE.INVALID_ARGUMENT, "sampling.top_p"),
+    ([start(remember=MAX_REMEMBER + 1)], CODE.INVALID_ARGUMENT, "remember"),
+    ([start(messages=[gateway_pb2.Message(role=1)])], CODE.INVALID_ARGUMENT, "messages[0].parts"),
+    ([start(cache_salt="x" * 129)], CODE.INVALID_ARGUMENT, "cache_salt"),
+]
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("requests", "code", "text"),
-    [
-        ([], CODE.INVALID_ARGUMENT, "start: must come first"),
-        ([page("x")], CODE.INVALID_ARGUMENT, "start: must come first"),
-        ([Request()], CODE.INVALID_ARGUMENT, "start: must come first"),
-        ([start(model="other")], CODE.NOT_FOUND, "model"),
-        ([start(sampling=sampling_pb2.SamplingParams(n=2))], CODE.INVALID_ARGUMENT, "sampling.n"),
-        ([start(sampling=sampling_pb2.SamplingParams(top_p=7))], CODE.INVALID_ARGUMENT, "sampling.top_p"),
-        ([start(remember=MAX_REMEMBER + 1)], CODE.INVALID_ARGUMENT, "remember"),
-        ([start(messages=[gateway_pb2.Message(role=1)])], CODE.INVALID_ARGUMENT, "messages[0].parts"),
-        ([start(cache_salt="x" * 129)], CODE.INVALID_ARGUMENT, "cache_salt"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_a_wrong_start_ends_the_call(qwen: Path, requests: list[Request], code: grpc.StatusCode, text: str) -> None:
+async def test_a_wrong_start_ends_the_call(qwen: Path) -> None:
     async with stack(qwen) as s:
-        with refused(code, text):
-            await pages_of(s, iter(requests))
+        for requests, code, text in WRONG_STARTS:
+            with refused(code, text):
+                await pages_of(s, iter(requests))
         assert not s.llm.requests
 
 
@@ -240,6 +239,32 @@ async def test_a_refusal_for_now_is_waited_out_three_times_at_most() -> None:
     answers.errors = [full, full, full]
     [failed, *others] = [r async for r in Pages(gateway_pb2.PagesStart(), aiter(Sender(2)), answers, "id").answers()]
     assert failed.error.message == "full" and len(answers.requests) == 3 + 3 + 1 and text_of(others)
+
+
+@pytest.mark.asyncio
+async def test_room_for_one_page_is_enough() -> None:
+    """As where a key may have one request at once: the next page waits for the one before, however often it is refused."""
+    answers, running, refusals = FakeAnswers(), 0, 0
+
+    async def one_at_once(request: gateway_pb2.ChatRequest) -> AsyncGenerator[gateway_pb2.ChatResponse, None]:
+        nonlocal running, refusals
+        if running:
+            refusals += 1
+            raise ServiceError(CODE.RESOURCE_EXHAUSTED, "one at once", retry_delay=3600.0)
+        running += 1
+        try:
+            async for response in answers(request):
+                yield response
+        finally:
+            running -= 1
+
+    stream = Pages(gateway_pb2.PagesStart(), aiter(Sender(20)), one_at_once, "id").answers()
+    responses = [await anext(stream)]
+    await turns()
+    assert refusals == 1  # of the second page, which now waits
+    answers.go_on.set()
+    responses += [r async for r in stream]
+    assert [r.page for r in responses if r.chat.HasField("done")] == list(range(20)) and len(answers.requests) == 20
 
 
 @pytest.mark.asyncio

@@ -92,6 +92,8 @@ def test_a_wrong_question_is_told_before_any_page_is_taken(gateway):
             client.pages("x", [], media=triptych.image(b"x"))
         with pytest.raises(errors.InvalidArgument, match="remember"):
             client.pages("x", [], remember=-1)
+        with pytest.raises(errors.InvalidArgument, match="temperature"):
+            client.pages("x", [], temperature="hot")
         with pytest.raises(RuntimeError, match="open the pages first"):
             next(client.pages("x", []))
     assert len(gateway.requests) == 1
