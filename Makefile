@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint protos eval bench-encoder bench-engine bench-incumbents bench-preprocess bench-transport help
+.PHONY: demo test test-slow lint protos eval bench-encoder bench-engine bench-gateway bench-incumbents bench-preprocess bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -44,6 +44,9 @@ bench-encoder: $(READY)  ## time the encoder on this CPU: packed batches, the fi
 
 bench-engine: $(READY)  ## time the engine on this CPU: decode step, bookkeeping, mixed load against transformers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine
+
+bench-gateway: $(READY)  ## the gateway under up to ten times the load that its backends can bear: answers in time, refusals, fairness
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.gateway
 
 bench-preprocess: $(READY)  ## time pictures and sounds from bytes to the towers' input, against Pillow and transformers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.preprocess

@@ -173,9 +173,9 @@ async def gateway(llm: Sequence[str], encoder: Sequence[str], flags: Sequence[st
 
 
 async def overload(seconds: float, seed: int) -> list[dict[str, Any]]:
-    """A row for each multiple of the capacity: four places of 0.2 s, seven texts to three pictures, a deadline of 2 s."""
+    """A row for each multiple of the capacity: two places of 0.2 s, seven texts to three pictures, a deadline of 2 s."""
     shares, deadline, rows = {"text": 0.7, "picture": 0.3}, 2.0, []
-    async with gateway(["--places", "4"], ["--seconds", "0.1"], []) as stub:
+    async with gateway(["--places", "2"], ["--seconds", "0.1"], []) as stub:
         await Client(stub, Requests(shares, seed), 10).keep_busy(8, 3)  # warm
         peak = await Client(stub, Requests(shares, seed + 1), 10).keep_busy(24, seconds)
         for factor, target in TARGETS.items():
