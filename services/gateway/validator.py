@@ -69,7 +69,7 @@ class Validator:
         messages = tuple(self._message(message, f"messages[{i}]") for i, message in enumerate(request.messages))
         self._check_totals(messages)
         sampling = read_sampling(request.sampling, self._model.checkpoint.generation, self._model.vocab_size)
-        return Conversation(messages, sampling, _salt(request) if isinstance(request, gateway_pb2.ChatRequest) else "")
+        return Conversation(messages, sampling, _salt(request))
 
     def _check_counts(self, messages: Sequence[gateway_pb2.Message]) -> None:
         if not messages:
@@ -114,7 +114,7 @@ class Validator:
         return MediaPart(field, modality, media.data if source == "data" else media.url)
 
 
-def _salt(request: gateway_pb2.ChatRequest) -> str:
+def _salt(request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> str:
     check_salt(request.cache_salt)
     return request.cache_salt
 

@@ -13,6 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from services.common.config import parse_config
+from services.encoder.config import EncoderConfig
+from services.gateway.config import GatewayConfig
+from services.gateway.profiles import PROFILES
+from services.llm.config import LlmConfig
+from triptych.cli import profiles
+
 REPO = Path(__file__).parents[2]
 
 FAKE_SERVICE = """
@@ -137,6 +144,21 @@ def test_up_starts_says_ready_and_drains(up, tmp_path):
     llm = next(call for call in calls if call[0] == "llm")
     assert " ".join(llm[1:]) == "--host 127.0.0.1 --port 0 --model some/model --dtype float32 --max-model-len 128"
     assert '"serving"' in (tmp_path / "logs" / "encoder-0.log").read_text()
+
+
+def test_a_profile_reaches_every_service_as_flags_that_it_knows(up, tmp_path):
+    process = up("--profile", "video")
+    assert process.stdout.readline().startswith("ready")
+    process.terminate()
+    process.communicate(timeout=30)
+    calls = [json.loads(line) for line in (tmp_path / "argv").read_text().splitlines()]
+    argv = {name: rest for name, *rest in calls}
+    assert argv["gateway"][-2:] == ["--profile", "video"]
+    assert parse_config(GatewayConfig, argv["gateway"], {}).max_num_running == 32
+    assert parse_config(EncoderConfig, argv["encoder"], {}).max_num_batched_patches == 32768
+    llm = parse_config(LlmConfig, argv["llm"], {})
+    assert (llm.max_num_batched_tokens, llm.max_num_seqs) == (8192, 16)
+    assert set(profiles.ENCODER) == set(profiles.LLM) == set(PROFILES)
 
 
 def test_sigterm_drains_too_and_verbose_shows_logs(up, tmp_path):

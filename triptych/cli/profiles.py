@@ -1,4 +1,4 @@
-"""Flags of encoders and language models by what a stack is mostly used for; the gateway has its own. docs/profiles.md says why."""
+"""Flags of encoders and language models by what a stack is mostly used for; docs/profiles.md says why."""
 
 ENCODER = {
     "chat": ("--max-num-batched-patches", "8192"),

@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="D", help="such as float32 or bfloat16 (the services' default)")
     parser.add_argument("--device", metavar="D", help="such as cpu or cuda (the services' default)")
     parser.add_argument("--max-model-len", metavar="N", type=_count, help="most tokens of prompt and answer together")
-    parser.add_argument("--profile", choices=list(LLM), help="what it is mostly used for; sets batches, queues and limits (mixed)")
+    parser.add_argument(
+        "--profile", choices=list(LLM), help="what it is mostly used for; sets batches, queues and limits (mixed)"
+    )
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="where logs go (a new temporary directory)")
     parser.add_argument("--verbose", action="store_true", help="show the services' logs here")
 
@@ -82,7 +84,9 @@ def _start(stack: Stack, args: argparse.Namespace) -> str:
     stack.wait(lambda: all(child.address for child in [*encoders, *llms]))
     door = ["--host", args.host, "--port", str(args.grpc_port)]
     addresses = [",".join(str(child.address) for child in children) for children in (encoders, llms)]
-    (gateway,) = stack.start("gateway", 1, *door, "--encoder", addresses[0], "--llm", addresses[1], *model, *length, *_flags(args, "profile"))
+    (gateway,) = stack.start(
+        "gateway", 1, *door, "--encoder", addresses[0], "--llm", addresses[1], *model, *length, *_flags(args, "profile")
+    )
     stack.wait(lambda: gateway.address is not None)
     address = str(gateway.address)
     with Client(address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"), timeout=1.0) as client:
