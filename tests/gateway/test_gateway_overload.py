@@ -50,7 +50,7 @@ async def test_what_flows_is_reserved_until_the_first_token(checkpoint_dir: Dire
         held = (await s.load()).reserved
         assert (held.encoder_patches, held.prefill_tokens, held.kv_blocks) == (0, 0, reserved.kv_blocks)
         s.llm.gate.set()
-        async for _ in call:
+        while await call.read() is not grpc.aio.EOF:
             pass
         await s.idle()
         assert (await s.load()).reserved == gateway_pb2.Cost()
