@@ -207,7 +207,7 @@ async def overload(seconds: float, seed: int, loads: Sequence[int]) -> list[dict
 async def fairness(seconds: float, seed: int, loads: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each bottleneck: nine videos to a text at the least of the loads, and the same texts alone."""
     load, rows = min(loads), []
-    for name, places, video, encode in (("encoder", 8, 0.2, 0.1), ("language model", 8, 0.7, 0.02)):
+    for name, places, video, encode in (("encoder", 16, 0.2, 0.1), ("language model", 16, 1.4, 0.02)):
         media = ["--places", str(places), "--media", str(video / 2), str(video / 2)]
         async with gateway(media, ["--seconds", str(encode)], ["--profile", "video"]) as stub:
             shares = {"text": 0.1, "video": 0.9}

@@ -25,6 +25,7 @@ from services.gateway.pace import Pace
 from services.gateway.tenants import Tenant
 
 _LEAST_COMING = 16  # requests that may be looked at at once, however few may wait
+_DOUBT = 1.25  # what a foreseen wait is multiplied by before it is held against a deadline: half of them turn out longer
 _UNKNOWN_WAIT = 1.0  # seconds, where nobody who waited was let in lately
 _LEAST_WAIT, _LONGEST_WAIT = 0.1, 60.0  # seconds that a refused client is told to wait
 Outcome = Reservation | Exception
@@ -121,7 +122,7 @@ class Gate:
         if self.queue or self.budgets.full:
             if len(crowd) + coming >= limit and self._longest([*(w.tenant for w in crowd), tenant]) == tenant.name:
                 raise self._busy("QUEUE_FULL", tenant, kind, now)
-            if (wait := self._wait(tenant, kind, now)) and wait + self.paces[kind].least > seconds:
+            if (wait := self._wait(tenant, kind, now)) and _DOUBT * wait + self.paces[kind].least > seconds:
                 raise self._busy("WAIT_TOO_LONG", tenant, kind, now)
         elif coming >= max(limit, _LEAST_COMING):
             raise self._busy("QUEUE_FULL", tenant, kind, now)
@@ -151,7 +152,7 @@ class Gate:
             return
         ticket.queued = True
         self.paces[ticket.kind].waits(now)
-        if now + wait + self.paces[ticket.kind].takes(ticket.cost.price) > ticket.deadline:
+        if now + _DOUBT * wait + self.paces[ticket.kind].takes(ticket.cost.price) > ticket.deadline:
             raise self._turn_away(ticket, "WAIT_TOO_LONG", now)
         crowd, limit = self._crowd(ticket.kind)
         if len(crowd) > limit:

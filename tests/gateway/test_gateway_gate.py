@@ -372,9 +372,9 @@ def test_the_pace_tells_how_long_waiting_takes() -> None:
     expect = lambda: desk.gate.expected_wait(EVERYBODY, Class.SHORT_TEXT, Cost(1, 0), desk.now)  # noqa: E731
     assert expect() == 10
     with pytest.raises(Busy) as busy:
-        desk.arrive(EVERYBODY, Class.SHORT_TEXT, 9.9, desk.now)  # 8 s of waiting, 2 s that the quickest answer took
+        desk.arrive(EVERYBODY, Class.SHORT_TEXT, 11.9, desk.now)  # 8 s of waiting and a quarter, 2 s that the quickest answer took
     assert busy.value.reason == "WAIT_TOO_LONG" and busy.value.retry_after == 10
-    desk.arrive(EVERYBODY, Class.SHORT_TEXT, 10, desk.now)
+    desk.arrive(EVERYBODY, Class.SHORT_TEXT, 12, desk.now)
     desk.arrive(EVERYBODY, Class.RECORDING, 1, desk.now)  # none of those was seen: one may wait
     desk.now += 100
     assert expect() > 80  # it stands still
