@@ -6,18 +6,17 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import grpc
 
 from services.common import logs
-from services.common.errors import ServiceError, invalid, unavailable
-from services.common.metrics import estimate_mismatch
-from services.gateway.admission import Ask, Busy, Ledger, NeverFits, NoPool, Reservation
+from services.common.errors import ServiceError, invalid
+from services.gateway.admission import Ask, Ledger, Reservation
 from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.config import GatewayConfig
@@ -27,6 +26,7 @@ from services.gateway.known_items import KnownItems
 from services.gateway.media import File, Probe
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Prompt, PromptMaker
+from services.gateway.refusals import refusals
 from services.gateway.tenants import Tenants
 from services.gateway.uploads import Uploads
 from services.gateway.validator import Conversation, Validator
@@ -37,20 +37,6 @@ from triptych.llm.v1 import llm_pb2
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-_BUSY = {
-    "QUEUE_FULL": "too many requests are waiting already",
-    "WAIT_TOO_LONG": "the request would wait longer than it has time",
-    "MEDIA_FULL": "the media of other requests take all the memory there is for them",
-    "TENANT_LIMIT": "your key's limit of requests or tokens at once is reached",
-}
-_BUDGETS = {
-    "kv_blocks": "KV blocks for prompt and answer",
-    "sequences": "places in a batch",
-    "encoder_bytes": "bytes of media at the encoder",
-    "host_bytes": "bytes of media",
-    "tenant_tokens": "tokens of prompt and answer",
-}
 _MODALITIES = {modality.word: modality for modality in Modality}
 _CHARACTERS = 4  # of a token, about
 _PROBE_THREADS = 4
@@ -165,13 +151,13 @@ class Chat:
         """Answer within ``seconds``; closing the iterator ends the request everywhere."""
         started = time.monotonic()
         deadline = started + seconds
-        with _refusals(), self._ledger.arriving(self._tenants.signed_in(), _guessed_kind(request), seconds):
+        with refusals(), self._ledger.arriving(self._tenants.signed_in(), _guessed_kind(request), seconds):
             async with asyncio.timeout(seconds):
                 prompt = await self.prompt(request)
         max_tokens = self.max_tokens(prompt)
         self._check_length(prompt, max_tokens)
         probed = time.monotonic()
-        with _refusals():
+        with refusals():
             async with self._ledger.reserve(self.ask(prompt), deadline - probed) as reservation:
                 admitted = time.monotonic()
                 _log_admitted(prompt, max_tokens, reservation)
@@ -284,25 +270,6 @@ class _Call:
 async def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     """Run it on one of the threads, as part of the request."""
     return await asyncio.get_running_loop().run_in_executor(threads, contextvars.copy_context().run, work)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """The ledger's refusals, as errors that clients understand; and counts of the backends' that must never happen."""
-    try:
-        yield
-    except NeverFits as error:
-        text = f"the request needs {error.requested} {_BUDGETS[error.budget]}, the limit is {error.limit}; send or ask for less"
-        reason = f"{'KV' if error.budget == 'kv_blocks' else error.budget.upper()}_CAPACITY_EXCEEDED"
-        raise invalid("messages", text, reason=reason, limit=error.limit, requested=error.requested) from None
-    except Busy as error:
-        text = f"{_BUSY[error.reason]}; try again in {error.retry_after:.1f} s"
-        raise ServiceError(_EXHAUSTED, text, reason=error.reason, retry_delay=error.retry_after) from None
-    except NoPool:
-        raise unavailable("no language model is answering; try again, or look at its logs") from None
-    except ServiceError as error:
-        estimate_mismatch.inc(error.reason == "ESTIMATE_MISMATCH")
-        raise
 
 
 def _guessed_kind(request: gateway_pb2.ChatRequest) -> Class:
