@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-failover bench-incumbents bench-preprocess bench-transport help
+.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-failover bench-gateway bench-incumbents bench-preprocess bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -50,6 +50,9 @@ bench-engine: $(READY)  ## time the engine on this CPU: decode step, bookkeeping
 
 bench-failover: $(READY)  ## what clients notice while an encoder or a language model is away
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover
+
+bench-gateway: $(READY)  ## the gateway under up to ten times the load that its backends can bear: answers in time, refusals, fairness
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.gateway
 
 bench-preprocess: $(READY)  ## time pictures and sounds from bytes to the towers' input, against Pillow and transformers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.preprocess

@@ -172,13 +172,14 @@ async def gateway(llm: Sequence[str], encoder: Sequence[str], flags: Sequence[st
     await drain
 
 
-async def overload(seconds: float, seed: int) -> list[dict[str, Any]]:
-    """A row for each multiple of the capacity: four places of 0.2 s, seven texts to three pictures, a deadline of 2 s."""
+async def overload(seconds: float, seed: int, loads: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each multiple of the capacity: two places of 0.2 s, seven texts to three pictures, a deadline of 2 s."""
     shares, deadline, rows = {"text": 0.7, "picture": 0.3}, 2.0, []
-    async with gateway(["--places", "4"], ["--seconds", "0.1"], []) as stub:
-        await Client(stub, Requests(shares, seed), 10).keep_busy(8, 3)  # warm
+    async with gateway(["--places", "2"], ["--seconds", "0.1"], []) as stub:
+        await Client(stub, Requests(shares, seed), 10).keep_busy(8, min(3, seconds))  # warm
         peak = await Client(stub, Requests(shares, seed + 1), 10).keep_busy(24, seconds)
-        for factor, target in TARGETS.items():
+        for factor in loads:
+            target = TARGETS.get(factor, 0.0)
             client = Client(stub, Requests(shares, seed + 1 + factor), deadline)
             await client.arrive(factor * peak, seconds, seed + factor)
             goodput = client.answers / seconds
@@ -200,22 +201,21 @@ async def overload(seconds: float, seed: int) -> list[dict[str, Any]]:
                 }
             )
             print(rows[-1], file=sys.stderr, flush=True)
-            await asyncio.sleep(deadline)
     return rows
 
 
-async def fairness(seconds: float, seed: int) -> list[dict[str, Any]]:
-    """A row for each bottleneck: nine videos to a text at twice the capacity, and the same texts alone."""
-    rows = []
-    for name, places, video, encode in (("encoder", 8, 0.2, 0.1), ("language model", 8, 0.7, 0.02)):
+async def fairness(seconds: float, seed: int, loads: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each bottleneck: nine videos to a text at the least of the loads, and the same texts alone."""
+    load, rows = min(loads), []
+    for name, places, video, encode in (("encoder", 16, 0.2, 0.1), ("language model", 16, 1.4, 0.02)):
         media = ["--places", str(places), "--media", str(video / 2), str(video / 2)]
         async with gateway(media, ["--seconds", str(encode)], ["--profile", "video"]) as stub:
             shares = {"text": 0.1, "video": 0.9}
-            await Client(stub, Requests(shares, seed), 20).keep_busy(8, 3)  # warm
+            await Client(stub, Requests(shares, seed), 20).keep_busy(8, min(3, seconds))  # warm
             capacity = await Client(stub, Requests(shares, seed + 1), 20).keep_busy(16, seconds / 2)
             alone, among = Client(stub, Requests({"text": 1}, seed + 2), 10), Client(stub, Requests(shares, seed + 3), 10)
-            await alone.arrive(0.2 * capacity, seconds, seed)
-            await among.arrive(2 * capacity, seconds, seed)
+            await alone.arrive(0.1 * load * capacity, seconds, seed)
+            await among.arrive(load * capacity, seconds, seed)
             texts = [o for o in among.outcomes if o.kind == "text"]
             first, before = ([o.first for o in found if o.first] for found in (texts, alone.outcomes))
             videos = [outcome for outcome in among.outcomes if outcome.kind == "video"]
@@ -252,10 +252,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--sections", nargs="+", choices=list(sections), default=list(sections))
     parser.add_argument("--seconds", type=float, default=30.0, help="of every measurement (default %(default)s)")
+    parser.add_argument("--loads", type=int, nargs="+", default=list(TARGETS), help="multiples of the capacity (default 2 5 10)")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and kinds (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args(argv)
-    figures = {name: uvloop.run(sections[name](args.seconds, args.seed)) for name in args.sections}
+    figures = {name: uvloop.run(sections[name](args.seconds, args.seed, args.loads)) for name in args.sections}
     for name, rows in figures.items():
         print(f"\n{name}\n{table(rows)}")
     if args.json:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from services.gateway import metrics
 from services.gateway.budgets import NeverFits, NoPool, Pool, Prefer, Reservation
 from services.gateway.cost import Class, Cost
-from services.gateway.gate import Busy, Gate, GateLimits, Outcome, Ticket
+from services.gateway.gate import Gate, GateLimits
 from services.gateway.tenants import EVERYBODY, Tenant
+from services.gateway.ticket import Busy, Outcome, Ticket
 
 __all__ = ["Ask", "Busy", "Ledger", "NeverFits", "NoPool", "Pool", "Reservation"]
 

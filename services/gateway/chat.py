@@ -6,9 +6,9 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -16,9 +16,8 @@ from typing import TypeVar
 import grpc
 
 from services.common import logs
-from services.common.errors import ServiceError, invalid, unavailable
-from services.common.metrics import estimate_mismatch
-from services.gateway.admission import Ask, Busy, Ledger, NeverFits, NoPool, Pool, Reservation
+from services.common.errors import ServiceError, invalid
+from services.gateway.admission import Ask, Ledger, Pool, Reservation
 from services.gateway.answers import Answers, Delta, Ended
 from services.gateway.backends import Backends, keys
 from services.gateway.background import Background
@@ -30,6 +29,7 @@ from services.gateway.media import Probe
 from services.gateway.model import ServedModel
 from services.gateway.peers import BackendLost, MediaLost
 from services.gateway.prompt import Prompt, PromptMaker
+from services.gateway.refusals import refusals
 from services.gateway.tenants import Tenants
 from services.gateway.uploads import Uploads
 from services.gateway.validator import Conversation, Validator
@@ -39,20 +39,6 @@ from triptych.gateway.v1 import gateway_pb2
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-_BUSY = {
-    "QUEUE_FULL": "too many requests are waiting already",
-    "WAIT_TOO_LONG": "the request would wait longer than it has time",
-    "MEDIA_FULL": "the media of other requests take all the memory there is for them",
-    "TENANT_LIMIT": "your key's limit of requests or tokens at once is reached",
-}
-_BUDGETS = {
-    "kv_blocks": "KV blocks for prompt and answer",
-    "sequences": "places in a batch",
-    "encoder_bytes": "bytes of media at the encoder",
-    "host_bytes": "bytes of media",
-    "tenant_tokens": "tokens of prompt and answer",
-}
 _MODALITIES = {modality.word: modality for modality in Modality}
 _CHARACTERS = 4  # of a token, about
 _PROBE_THREADS = 4
@@ -168,7 +154,7 @@ class Chat:
         """Answer within ``seconds``; closing the iterator ends the request everywhere."""
         started = time.monotonic()
         deadline = started + seconds
-        with _refusals(), self._ledger.arriving(self._tenants.signed_in(), _guessed_kind(request), seconds):
+        with refusals(), self._ledger.arriving(self._tenants.signed_in(), _guessed_kind(request), seconds):
             async with asyncio.timeout(seconds):
                 prompt = await self.prompt(request)
         max_tokens = self.max_tokens(prompt)
@@ -176,7 +162,7 @@ class Chat:
         probed = time.monotonic()
         call = _Call(request_id, deadline, prompt, max_tokens, self._answers(prompt, max_tokens))
         ended: Ended | None = None
-        with _refusals():
+        with refusals():
             async with self._ledger.reserve(
                 replace(self.ask(prompt), prefer=call.prefer(self._backends)), deadline - probed
             ) as held:
@@ -338,25 +324,6 @@ class _Call:
 async def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     """Run it on one of the threads, as part of the request."""
     return await asyncio.get_running_loop().run_in_executor(threads, contextvars.copy_context().run, work)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """The ledger's refusals, as errors that clients understand; and counts of the backends' that must never happen."""
-    try:
-        yield
-    except NeverFits as error:
-        text = f"the request needs {error.requested} {_BUDGETS[error.budget]}, the limit is {error.limit}; send or ask for less"
-        reason = f"{'KV' if error.budget == 'kv_blocks' else error.budget.upper()}_CAPACITY_EXCEEDED"
-        raise invalid("messages", text, reason=reason, limit=error.limit, requested=error.requested) from None
-    except Busy as error:
-        text = f"{_BUSY[error.reason]}; try again in {error.retry_after:.1f} s"
-        raise ServiceError(_EXHAUSTED, text, reason=error.reason, retry_delay=error.retry_after) from None
-    except NoPool:
-        raise unavailable("no language model is answering; try again, or look at its logs") from None
-    except ServiceError as error:
-        estimate_mismatch.inc(error.reason == "ESTIMATE_MISMATCH")
-        raise
 
 
 def _guessed_kind(request: gateway_pb2.ChatRequest) -> Class:

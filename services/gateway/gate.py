@@ -15,57 +15,20 @@ Pure: time is passed in, and outcomes are handed to ``settle``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.budgets import Budgets, NeverFits, NoPool, Prefer, Reservation
+from services.gateway.budgets import Budgets, NeverFits, NoPool
 from services.gateway.cost import Class, Cost
 from services.gateway.fair_queue import FairQueue, Waiting
 from services.gateway.pace import Pace
 from services.gateway.tenants import Tenant
+from services.gateway.ticket import Busy, Ticket, as_ticket
 
 _LEAST_COMING = 16  # requests that may be looked at at once, however few may wait
+_DOUBT = 1.25  # what a foreseen wait is multiplied by before it is held against a deadline: half of them turn out longer
 _UNKNOWN_WAIT = 1.0  # seconds, where nobody who waited was let in lately
 _LEAST_WAIT, _LONGEST_WAIT = 0.1, 60.0  # seconds that a refused client is told to wait
-Outcome = Reservation | Exception
-
-
-class Busy(Exception):
-    """There is no room, and no use in waiting.
-
-    Attributes:
-        reason: QUEUE_FULL, WAIT_TOO_LONG, MEDIA_FULL or TENANT_LIMIT.
-        retry_after: seconds after which there may be.
-    """
-
-    def __init__(self, reason: str, retry_after: float) -> None:
-        super().__init__(reason)
-        self.reason, self.retry_after = reason, retry_after
-
-
-@dataclass(eq=False, kw_only=True)
-class Ticket(Waiting):
-    """A request at the gate. Only the gate changes it.
-
-    Attributes:
-        settle: told once how waiting ended; not told of what :meth:`Gate.enter` raises.
-        prefer: the order in which pools are tried.
-        queued: whether it had to wait.
-        admitted: when it was let in.
-        reservation: what it holds, once it is let in.
-    """
-
-    settle: Callable[[Outcome], None]
-    prefer: Prefer | None = None
-    queued: bool = False
-    admitted: float = 0.0
-    reservation: Reservation | None = None
-
-
-def _ticket(waiting: Waiting) -> Ticket:
-    """The queue holds nothing else."""
-    assert isinstance(waiting, Ticket)
-    return waiting
 
 
 @dataclass(frozen=True)
@@ -121,7 +84,7 @@ class Gate:
         if self.queue or self.budgets.full:
             if len(crowd) + coming >= limit and self._longest([*(w.tenant for w in crowd), tenant]) == tenant.name:
                 raise self._busy("QUEUE_FULL", tenant, kind, now)
-            if (wait := self._wait(tenant, kind, now)) and wait + self.paces[kind].least > seconds:
+            if (wait := self._wait(tenant, kind, now)) and _DOUBT * wait + self.paces[kind].least > seconds:
                 raise self._busy("WAIT_TOO_LONG", tenant, kind, now)
         elif coming >= max(limit, _LEAST_COMING):
             raise self._busy("QUEUE_FULL", tenant, kind, now)
@@ -151,7 +114,7 @@ class Gate:
             return
         ticket.queued = True
         self.paces[ticket.kind].waits(now)
-        if now + wait + self.paces[ticket.kind].takes(ticket.cost.price) > ticket.deadline:
+        if now + _DOUBT * wait + self.paces[ticket.kind].takes(ticket.cost.price) > ticket.deadline:
             raise self._turn_away(ticket, "WAIT_TOO_LONG", now)
         crowd, limit = self._crowd(ticket.kind)
         if len(crowd) > limit:
@@ -160,7 +123,7 @@ class Gate:
             refusal = self._turn_away(last, "QUEUE_FULL", now)
             if last is ticket:
                 raise refusal
-            _ticket(last).settle(refusal)
+            as_ticket(last).settle(refusal)
 
     def leave(self, ticket: Ticket, now: float, *, answered: bool = False) -> None:
         """It waits no more, or is over; nothing of it stays. Does no harm when repeated."""
@@ -221,7 +184,7 @@ class Gate:
         """The first in order that may; False where nobody may."""
         kept: set[str] = set()  # budgets of which those that are due wait for some
         tried: dict[Waiting, frozenset[str]] = {}  # and what they wait for
-        for ticket in map(_ticket, self.queue.order(now)):
+        for ticket in map(as_ticket, self.queue.order(now)):
             try:
                 found = self.budgets.place(ticket.cost, ticket.prefer)
             except (NeverFits, NoPool) as error:
@@ -246,7 +209,7 @@ class Gate:
         def passed(other: Waiting) -> bool:
             if other not in tried and (other.tenant.name != ticket.tenant.name or other.number > ticket.number):
                 return False
-            lacks = tried[other] if other in tried else self._lacks(_ticket(other))
+            lacks = tried[other] if other in tried else self._lacks(as_ticket(other))
             return lacks is None or bool(lacks & takes)
 
         self.queue.serve(ticket, now, passed)
@@ -269,11 +232,11 @@ class Gate:
             takes = self.paces[ticket.kind].takes(ticket.cost.price) if ticket.queued else 0.0
             return now + takes >= ticket.deadline
 
-        return [ticket for ticket in map(_ticket, self.queue) if too_late(ticket)]
+        return [ticket for ticket in map(as_ticket, self.queue) if too_late(ticket)]
 
     def _drop(self, ticket: Waiting) -> None:
         self.queue.remove(ticket)
-        del self.inside[_ticket(ticket)]
+        del self.inside[as_ticket(ticket)]
         self._notice_emptied(ticket.kind)
 
     def _notice_emptied(self, kind: Class) -> None:

@@ -214,7 +214,8 @@ async def test_everything_is_back_after_release(checkpoint_dir: Dirs) -> None:
     async with running(checkpoint_dir("qwen2_vl")) as client:
         start = await client.load()
         assert (start.refs, start.held_bytes, start.pending_items) == (0, 0, 0)
-        assert (start.max_pending_items, start.max_held_bytes, start.max_num_batched_patches) == (256, 4 * 1024**3, 16384)
+        assert (start.max_pending_items, start.max_held_bytes) == (256, 4 * 1024**3)
+        assert 0 < start.max_num_batched_patches <= 16384  # as many as pay on this device
         done = [await client.encode_picture(picture(60, 60, i)) for i in range(3)]
         failed = await client.encode(b"junk", 4)
         items = await client.fetch(*done, failed)

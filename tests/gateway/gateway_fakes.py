@@ -35,6 +35,7 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServiceServicer):
     def __init__(self) -> None:
         self.items: list[encoder_pb2.EncodeRequest] = []
         self.refs: set[str] = set()
+        self.load = encoder_pb2.GetLoadResponse()
         self.error: ServiceError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -56,7 +57,8 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServiceServicer):
         return encoder_pb2.ReleaseResponse()
 
     async def GetLoad(self, request: encoder_pb2.GetLoadRequest, context: Context) -> encoder_pb2.GetLoadResponse:
-        return encoder_pb2.GetLoadResponse(refs=len(self.refs))
+        self.load.refs = len(self.refs)
+        return self.load
 
     async def Fetch(self, request: encoder_pb2.FetchRequest, context: Context) -> AsyncIterator[encoder_pb2.FetchResponse]:
         raise AssertionError("the gateway never touches an embedding")

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.gateway.budgets import BATCHES_AHEAD, NeverFits, NoPool, Reservation
 from services.gateway.cost import Class, Cost, kind_of
 from services.gateway.fair_queue import AGE_SECONDS, QUANTUM, Waiting
-from services.gateway.gate import Busy, Gate, GateLimits, Outcome, Ticket
+from services.gateway.gate import Gate, GateLimits
 from services.gateway.tenants import EVERYBODY, Tenant
+from services.gateway.ticket import Busy, Outcome, Ticket
 from services.models.media import Modality
 
 A, B = Tenant("a"), Tenant("b")
@@ -372,9 +373,11 @@ def test_the_pace_tells_how_long_waiting_takes() -> None:
     expect = lambda: desk.gate.expected_wait(EVERYBODY, Class.SHORT_TEXT, Cost(1, 0), desk.now)  # noqa: E731
     assert expect() == 10
     with pytest.raises(Busy) as busy:
-        desk.arrive(EVERYBODY, Class.SHORT_TEXT, 9.9, desk.now)  # 8 s of waiting, 2 s that the quickest answer took
+        desk.arrive(
+            EVERYBODY, Class.SHORT_TEXT, 11.9, desk.now
+        )  # 8 s of waiting and a quarter, 2 s that the quickest answer took
     assert busy.value.reason == "WAIT_TOO_LONG" and busy.value.retry_after == 10
-    desk.arrive(EVERYBODY, Class.SHORT_TEXT, 10, desk.now)
+    desk.arrive(EVERYBODY, Class.SHORT_TEXT, 12, desk.now)
     desk.arrive(EVERYBODY, Class.RECORDING, 1, desk.now)  # none of those was seen: one may wait
     desk.now += 100
     assert expect() > 80  # it stands still

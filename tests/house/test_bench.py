@@ -13,6 +13,7 @@ from bench.encoder import main as encoder
 from bench.engine import bookkeeping
 from bench.engine import main as engine
 from bench.failover import main as failover
+from bench.gateway import main as gateway
 from bench.preprocess import main as preprocess
 from bench.preprocess import photo, pictures, recordings
 from bench.pruning import main as pruning
@@ -28,6 +29,11 @@ def test_bookkeeping_is_measured_at_every_context() -> None:
 def test_pruning_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert pruning(["--questions", "0", "--pictures", "1", "--side", "4", "--layers", "2", "--keep", "0.5"]) == 0
     assert "| 2 | 0.5 |" in capsys.readouterr().out
+
+
+def test_the_gateway_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gateway(["--sections", "overload", "--seconds", "1", "--loads", "2"]) == 0
+    assert "refusal p99 ms" in capsys.readouterr().out
 
 
 def test_the_encoder_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +61,7 @@ def test_transport_is_measured() -> None:
     assert all(row["CPU s per GB"] > 0 for row in rows)
 
 
-MAINS = [counting, encoder, engine, failover, preprocess, pruning, transport_main]
+MAINS = [counting, encoder, engine, failover, gateway, preprocess, pruning, transport_main]
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)

@@ -15,6 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from services.common.config import parse_config
+from services.encoder.config import EncoderConfig
+from services.gateway.config import GatewayConfig
+from services.gateway.profiles import PROFILES
+from services.llm.config import LlmConfig
+from triptych.cli import profiles
+
 REPO = Path(__file__).parents[2]
 
 FAKE_SERVICE = """
@@ -154,6 +161,21 @@ def test_a_taken_http_port_is_replaced_by_a_free_one(up, tmp_path):
         up().stdout.readline()
     gateway = json.loads((tmp_path / "argv").read_text().splitlines()[-1])
     assert gateway[gateway.index("--http-port") + 1] == "0"
+
+
+def test_a_profile_reaches_every_service_as_flags_that_it_knows(up, tmp_path):
+    process = up("--profile", "video")
+    assert process.stdout.readline().startswith("ready")
+    process.terminate()
+    process.communicate(timeout=30)
+    calls = [json.loads(line) for line in (tmp_path / "argv").read_text().splitlines()]
+    argv = {name: rest for name, *rest in calls}
+    assert argv["gateway"][-2:] == ["--profile", "video"]
+    assert parse_config(GatewayConfig, argv["gateway"], {}).max_num_running == 32
+    assert parse_config(EncoderConfig, argv["encoder"], {}).max_num_batched_patches == 32768
+    llm = parse_config(LlmConfig, argv["llm"], {})
+    assert (llm.max_num_batched_tokens, llm.max_num_seqs) == (8192, 16)
+    assert set(profiles.ENCODER) == set(profiles.LLM) == set(PROFILES)
 
 
 def test_sigterm_drains_too_and_verbose_shows_logs(up, tmp_path):

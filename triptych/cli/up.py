@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from triptych.cli.child import Child
+from triptych.cli.profiles import ENCODER, LLM
 from triptych.cli.stack import ChildEnded, Interrupted, Stack, say
 from triptych.client import Client
 from triptych.errors import TriptychError
@@ -36,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="D", help="such as float32 or bfloat16 (the services' default)")
     parser.add_argument("--device", metavar="D", help="such as cpu or cuda (the services' default)")
     parser.add_argument("--max-model-len", metavar="N", type=_count, help="most tokens of prompt and answer together")
+    parser.add_argument(
+        "--profile", choices=list(LLM), help="what it is mostly used for; sets batches, queues and limits (mixed)"
+    )
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="where logs go (a new temporary directory)")
     parser.add_argument("--verbose", action="store_true", help="show the services' logs here")
 
@@ -80,13 +84,15 @@ def _start(stack: Stack, args: argparse.Namespace) -> Child:
     model = _flags(args, "model")
     length = _flags(args, "max_model_len")
     backend = ["--host", "127.0.0.1", "--port", "0", *model, *_flags(args, "dtype", "device")]
-    encoders = stack.start("encoder", args.encoders, *backend)
-    llms = stack.start("llm", args.llms, *backend, *length)
+    encoders = stack.start("encoder", args.encoders, *backend, *ENCODER.get(args.profile, ()))
+    llms = stack.start("llm", args.llms, *backend, *length, *LLM.get(args.profile, ()))
     stack.wait(lambda: all(child.address for child in [*encoders, *llms]))
     http_port = _free_http_port(args.host) if args.http_port is None else args.http_port
     door = ["--host", args.host, "--port", str(args.grpc_port), "--http-port", str(http_port)]
     addresses = [",".join(str(child.address) for child in children) for children in (encoders, llms)]
-    (gateway,) = stack.start("gateway", 1, *door, "--encoder", addresses[0], "--llm", addresses[1], *model, *length)
+    (gateway,) = stack.start(
+        "gateway", 1, *door, "--encoder", addresses[0], "--llm", addresses[1], *model, *length, *_flags(args, "profile")
+    )
     stack.wait(lambda: gateway.address is not None)
     address = str(gateway.address)
     with Client(address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"), timeout=1.0) as client:
