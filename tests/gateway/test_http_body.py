@@ -51,7 +51,7 @@ def test_every_option_arrives() -> None:
     assert body.request.sampling == expected
     assert (body.request.model, body.request.cache_salt) == ("default", "salt")
     assert body.stream and body.usage_chunk and body.token_ids
-    assert body.estimate.messages == body.request.messages and body.estimate.sampling == expected
+    assert body.estimate().messages == body.request.messages and body.estimate().sampling == expected
 
 
 def test_what_is_left_out_stays_open() -> None:
@@ -252,7 +252,8 @@ def test_an_error_is_told_in_the_client_s_words() -> None:
 KEYS = st.sampled_from(
     ("messages", "role", "content", "type", "text", "image_url", "url", "detail", "input_audio", "data", "temperature", "stop",
      "n", "logit_bias", "tools", "function", "name", "arguments", "tool_calls", "response_format", "json_schema", "schema",
-     "stream", "stream_options", "structured_outputs", "choice", "top_logprobs", "logprobs", "mm_processor_kwargs", "max_tokens", "7")
+     "stream", "stream_options", "structured_outputs", "choice", "top_logprobs", "logprobs", "mm_processor_kwargs", "max_tokens",
+     "7")
 )  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(
     ("user", "assistant", "tool", "text", "image_url", "function", "json_schema", PNG, "auto")

@@ -53,12 +53,13 @@ async def same_through_both_doors(stack: RunningStack, odd: Odd, body: bytes, pa
         expected = await grpc_client.check(odd)
         estimated, answered = [await post(client, path, body) for path in ("/v1/estimate", "/v1/chat/completions")]
     if isinstance(expected, ServiceError):
-        for reply in (estimated, answered):
-            error = reply.json()["error"]
-            assert (reply.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), f"{odd}: {error}"
-            assert not SEEN_BY_NO_CLIENT.search(error["message"]), f"{odd}: {error}"
-            if odd.modality:
-                assert error["message"] == f"{param}{expected.message.removeprefix(odd.refused[0])}", odd
+        error = answered.json()["error"]
+        assert (answered.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), f"{odd}: {error}"
+        assert not SEEN_BY_NO_CLIENT.search(error["message"]), f"{odd}: {error}"
+        if odd.modality:
+            assert error["message"] == f"{param}{expected.message.removeprefix(odd.refused[0])}", odd
+        # What only decoding finds out, an estimate does not know.
+        assert estimated.status_code == 200 or estimated.json()["error"] == error, odd
         return
     assert isinstance(expected, Answer) and answered.status_code == estimated.status_code == 200, f"{odd}: {answered.text}"
     cost, whole, estimate = estimated.json(), answered.json(), expected.estimate

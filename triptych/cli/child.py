@@ -22,8 +22,8 @@ Event: TypeAlias = "Child | signal.Signals"
 
 
 class Child:
-    """A process that logs JSON lines to stderr and says `"event": "serving"` with its address when it listens; one that also listens
-    for HTTP has said so in an `http_address` before.
+    """A process that logs JSON lines to stderr and says `"event": "serving"` with its address when it listens; one that also
+    listens for HTTP has said so in an `http_address` before.
 
     It has a session of its own, so that Ctrl-C does not reach it, and on Linux it dies with its parent. It puts itself
     into `events` when it starts serving and when it has ended. Make it on the main thread.

@@ -20,7 +20,6 @@ from services.gateway.http.values import Value, read_json
 
 logger = logging.getLogger(__name__)
 _ANSWERS = prometheus_client.Counter("triptych_http_answers", "Answers of the HTTP door", ["route", "status"])
-_LARGE_BODY = 64 * 1024  # bytes; longer ones are read on a thread, so that others get their turn in between
 _LEFT = 499  # the status in logs and metrics where the client left before one was sent
 _DRAINING = "the service is shutting down; send the request to another replica or try again"
 
@@ -133,8 +132,7 @@ class Door:
         body = Value(None)
         if route.method == "POST":
             data = await exchange.json_body(self._max_body_bytes)
-            body = await asyncio.to_thread(read_json, data) if len(data) > _LARGE_BODY else read_json(data)
-            del data
+            body = await exchange.aside(lambda: read_json(data))
         await self._while_wanted(exchange, route.answer(exchange, body))
 
     async def _while_wanted(self, exchange: Exchange, answer: Awaitable[None]) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common.interceptor import REQUEST_ID_HEADER, clean_request_id
 from services.gateway.http.problems import HttpError
@@ -15,7 +15,9 @@ from services.gateway.http.problems import HttpError
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"
+_LARGE_BODY = 64 * 1024  # bytes
 _LONGEST = 24 * 3600.0  # seconds; more counts as none
 _LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 * 1024 * 1024
 
@@ -44,6 +46,7 @@ class Exchange:
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.request_id = clean_request_id(self.header(REQUEST_ID_HEADER))
         self.status = 0
+        self._body_bytes = 0
 
     def header(self, name: str) -> str:
         """A header's value; nothing where it was not sent."""
@@ -77,6 +80,10 @@ class Exchange:
         given = (("authorization", credentials),) if credentials else ()
         return ((REQUEST_ID_HEADER, self.request_id), *given)
 
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do what takes as long as the body is: where that is large, on a thread, so that other requests get their turn."""
+        return await asyncio.to_thread(work) if self._body_bytes > _LARGE_BODY else work()
+
     async def json_body(self, limit: int) -> bytes:
         """The whole body.
 
@@ -106,6 +113,7 @@ class Exchange:
             if len(body) > limit:
                 raise _too_large(limit)
             more = message.get("more_body", False)
+        self._body_bytes = len(body)
         return bytes(body)
 
     async def gone(self) -> None:

@@ -68,7 +68,7 @@ class Routes:
         }
 
     async def _completions(self, exchange: Exchange, body: Value) -> None:
-        asked = read_chat_body(body)
+        asked = await exchange.aside(lambda: read_chat_body(body))
         completion = Completion(asked, exchange.request_id, self._model.name)
         stream = self._servicer.Chat(asked.request, _context(exchange))
         with _in_the_client_s_words(asked.paths):
@@ -85,9 +85,10 @@ class Routes:
             await exchange.reply_json(completion.whole())
 
     async def _estimate(self, exchange: Exchange, body: Value) -> None:
-        asked = read_chat_body(body)
+        asked = await exchange.aside(lambda: read_chat_body(body))
+        request = await exchange.aside(asked.estimate)
         with _in_the_client_s_words(asked.paths):
-            estimate = await self._servicer.EstimateTokens(asked.estimate, _context(exchange))
+            estimate = await self._servicer.EstimateTokens(request, _context(exchange))
         await exchange.reply_json(_estimate_json(estimate, asked))
 
     async def _tokenize(self, exchange: Exchange, body: Value) -> None:
@@ -97,9 +98,10 @@ class Routes:
         if ("prompt" in members) == ("messages" in members):
             raise body.refuse("needs either prompt or messages")
         if "messages" in members:
-            asked = read_chat_body(Value({name: members[name].raw for name in ("model", "messages") if name in members}))
+            chat = Value({name: members[name].raw for name in ("model", "messages") if name in members})
+            asked = await exchange.aside(lambda: read_chat_body(chat))
             with _in_the_client_s_words(asked.paths):
-                tokens = (await self._chat.prompt(asked.estimate)).token_ids
+                tokens = (await self._chat.prompt(asked.request)).token_ids
         else:
             special = "add_special_tokens" not in members or members["add_special_tokens"].flag()
             tokens = await self._tokens(members["prompt"].text(), special)
