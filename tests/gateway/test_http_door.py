@@ -362,7 +362,11 @@ async def test_what_outlives_the_grace_period_ends_with_an_error(llava: Path) ->
         stream = await client.chat.completions.create(model="default", messages=HI, stream=True, extra_body=body)
         await anext(aiter(stream))
         await until(lambda: s.llm.running == 2)
-        await s.service.http.stop()  # type: ignore[union-attr]
+        async with connection(s) as (reader, writer):
+            writer.write(request_bytes({"messages": HI})[:-1])
+            await until(lambda: s.service.http._door._running == 3)  # type: ignore[union-attr]
+            await s.service.http.stop()  # type: ignore[union-attr]
+            assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             await whole
         with pytest.raises(openai.APIError, match="shutting down"):
@@ -378,7 +382,7 @@ async def test_methods_and_paths(llava: Path) -> None:
         assert head.status_code == 200 and not head.content and int(head.headers["content-length"]) == len(get.content)
         assert get.headers["x-request-id"] == "mine" and head.headers["x-request-id"]
         options = await http.options(CHAT, headers={"origin": "http://elsewhere", "access-control-request-method": "POST"})
-        assert (options.status_code, options.headers["allow"]) == (204, "POST, OPTIONS")
+        assert (options.status_code, options.headers["allow"]) == (200, "POST, OPTIONS")
         assert not any(name.startswith("access-control") for name in options.headers)
         wrong = await http.get(CHAT)
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST, OPTIONS")

@@ -18,6 +18,7 @@ Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"
 _LARGE_BODY = 64 * 1024  # bytes
+_BODY_SECONDS = 300.0  # that a whole body may take
 _LONGEST = 24 * 3600.0  # seconds; more counts as none
 _LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 * 1024 * 1024
 
@@ -80,9 +81,9 @@ class Exchange:
         given = (("authorization", credentials),) if credentials else ()
         return ((REQUEST_ID_HEADER, self.request_id), *given)
 
-    async def aside(self, work: Callable[[], T]) -> T:
+    async def aside(self, work: Callable[..., T], *args: Any) -> T:
         """Do what takes as long as the body is: where that is large, on a thread, so that other requests get their turn."""
-        return await asyncio.to_thread(work) if self._body_bytes > _LARGE_BODY else work()
+        return await asyncio.to_thread(work, *args) if self._body_bytes > _LARGE_BODY else work(*args)
 
     async def json_body(self, limit: int) -> bytes:
         """The whole body.
@@ -99,21 +100,26 @@ class Exchange:
         length = self.header("content-length")
         if length.isdecimal() and int(length) > limit:
             raise _too_large(limit)
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                body = await self._whole_body(limit)
+        except TimeoutError:
+            raise HttpError(408, "the body did not come in time; send it again", code="request_timeout") from None
+        self._body_bytes = len(body)
+        return body
+
+    async def _whole_body(self, limit: int) -> bytes:
         body = bytearray()
         more = True
         while more:
-            try:
-                async with asyncio.timeout(self._stall):
-                    message = await self._receive()
-            except TimeoutError:
-                raise HttpError(408, "the body stopped coming; send it again", code="request_timeout") from None
+            async with asyncio.timeout(self._stall):
+                message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             body += message.get("body", b"")
             if len(body) > limit:
                 raise _too_large(limit)
             more = message.get("more_body", False)
-        self._body_bytes = len(body)
         return bytes(body)
 
     async def gone(self) -> None:

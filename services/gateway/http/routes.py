@@ -68,7 +68,8 @@ class Routes:
         }
 
     async def _completions(self, exchange: Exchange, body: Value) -> None:
-        asked = await exchange.aside(lambda: read_chat_body(body))
+        asked = await exchange.aside(read_chat_body, body)
+        del body
         completion = Completion(asked, exchange.request_id, self._model.name)
         stream = self._servicer.Chat(asked.request, _context(exchange))
         with _in_the_client_s_words(asked.paths):
@@ -85,7 +86,8 @@ class Routes:
             await exchange.reply_json(completion.whole())
 
     async def _estimate(self, exchange: Exchange, body: Value) -> None:
-        asked = await exchange.aside(lambda: read_chat_body(body))
+        asked = await exchange.aside(read_chat_body, body)
+        del body
         request = await exchange.aside(asked.estimate)
         with _in_the_client_s_words(asked.paths):
             estimate = await self._servicer.EstimateTokens(request, _context(exchange))
@@ -99,7 +101,7 @@ class Routes:
             raise body.refuse("needs either prompt or messages")
         if "messages" in members:
             chat = Value({name: members[name].raw for name in ("model", "messages") if name in members})
-            asked = await exchange.aside(lambda: read_chat_body(chat))
+            asked = await exchange.aside(read_chat_body, chat)
             with _in_the_client_s_words(asked.paths):
                 tokens = (await self._chat.prompt(asked.request)).token_ids
         else:
