@@ -239,6 +239,14 @@ def test_what_is_not_json(body: bytes, words: str) -> None:
     assert refused.value.reason == "INVALID_JSON"
 
 
+@given(st.binary(max_size=40))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    try:
+        read_json(body)
+    except ServiceError as error:
+        assert error.reason == "INVALID_JSON"
+
+
 def test_an_error_is_told_in_the_client_s_words() -> None:
     paths = Paths()
     paths.put("messages[0].parts[0]", "messages[0].content")

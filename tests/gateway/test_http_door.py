@@ -333,6 +333,10 @@ async def test_the_head_of_a_request_must_come_in_time_and_have_a_size(llava: Pa
         async with connection(s) as (reader, writer):
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * 100_000)
             assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 400 ")
+        for header in (b"content-length: " + b"9" * 5000, b"content-length: 1\r\ncontent-length: 2", b"bad header: x"):
+            async with connection(s) as (reader, writer):
+                writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n\r\n")
+                assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.asyncio
