@@ -302,6 +302,27 @@ async def test_bodies_have_a_limit(llava: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_caller_that_may_not_is_refused_before_its_body_is_read(llava: Path) -> None:
+    async with door(llava) as (s, _, http):
+
+        async def nobody(request: Any, context: Any) -> None:
+            raise ServiceError(grpc.StatusCode.UNAUTHENTICATED, "an API key is needed here", reason="UNAUTHENTICATED")
+
+        s.service._servicer.ListModels = nobody  # type: ignore[method-assign]
+        for path, route in s.service.http._door._routes.items():  # type: ignore[union-attr]
+            body = {"json": {"messages": HI}} if route.method == "POST" else {}
+            reply = await http.request(route.method, path, **body)
+            if path in ("/", "/health"):
+                assert reply.status_code == 200
+                continue
+            assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), path
+            assert reply.json()["error"]["type"] == "authentication_error"
+        async with connection(s) as (reader, writer):
+            writer.write(request_bytes({"messages": HI}).partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+            assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.asyncio
 async def test_a_client_that_stops_sending_or_reading_is_let_go(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "HTTP_STALL_SECONDS", 0.4)
     async with door(llava, max_model_len=30_000) as (s, _, _):

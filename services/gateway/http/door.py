@@ -34,11 +34,13 @@ class Route:
         method: GET or POST; GET answers HEAD too.
         answer: gets the body as JSON; that of a GET is null.
         quiet: answers are not logged: a probe asks every few seconds.
+        open: whoever asks is answered, whether they may do anything else or not.
     """
 
     method: str
     answer: Callable[[Exchange, Value], Awaitable[None]]
     quiet: bool = False
+    open: bool = False
 
 
 class Door:
@@ -46,12 +48,20 @@ class Door:
 
     Args:
         routes: by path.
+        check_caller: raises where a caller may not do anything; comes before the body is read.
         max_body_bytes: longest body.
         stall_seconds: see :class:`Exchange`.
     """
 
-    def __init__(self, routes: Mapping[str, Route], max_body_bytes: int, stall_seconds: float) -> None:
-        self._routes, self._max_body_bytes, self._stall_seconds = routes, max_body_bytes, stall_seconds
+    def __init__(
+        self,
+        routes: Mapping[str, Route],
+        check_caller: Callable[[Exchange], Awaitable[None]],
+        max_body_bytes: int,
+        stall_seconds: float,
+    ) -> None:
+        self._routes, self._check_caller = routes, check_caller
+        self._max_body_bytes, self._stall_seconds = max_body_bytes, stall_seconds
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -115,7 +125,7 @@ class Door:
         if error.code:
             logs.event(logger, "refused", status=error.status, code=error.code, param=error.param)
         try:
-            await exchange.refuse(error, unread=error.status in (408, 413))
+            await exchange.refuse(error)
         except ClientLeft:
             logs.event(logger, "client left")
 
@@ -131,6 +141,8 @@ class Door:
             raise HttpError(405, f"this path takes {route.method}", code="method_not_allowed", headers=allow)
         if self.draining:
             raise unavailable(_DRAINING)
+        if not route.open:
+            await self._check_caller(exchange)
         # Nothing here keeps the body, which can be large, while it is answered.
         body = self._body(exchange) if route.method == "POST" else _no_body()
         await self._while_wanted(route.answer(exchange, await self._while_wanted(body)), exchange.gone())

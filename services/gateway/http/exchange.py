@@ -48,6 +48,7 @@ class Exchange:
         self.request_id = clean_request_id(self.header(REQUEST_ID_HEADER))
         self.status = 0
         self._body_bytes = 0
+        self._unread = self.header("content-length") not in ("", "0") or bool(self.header("transfer-encoding"))
 
     def header(self, name: str) -> str:
         """A header's value; nothing where it was not sent."""
@@ -105,7 +106,7 @@ class Exchange:
                 body = await self._whole_body(limit)
         except TimeoutError:
             raise HttpError(408, "the body did not come in time; send it again", code="request_timeout") from None
-        self._body_bytes = len(body)
+        self._body_bytes, self._unread = len(body), False
         return body
 
     async def _whole_body(self, limit: int) -> bytes:
@@ -136,17 +137,15 @@ class Exchange:
         """The whole answer, as JSON."""
         await self.reply(status, json.dumps(body).encode(), "application/json", headers)
 
-    async def refuse(self, error: HttpError, *, unread: bool = False) -> None:
+    async def refuse(self, error: HttpError) -> None:
         """Answer with an error. A stream that has begun ends with it, and without the mark of a complete one.
 
-        Args:
-            error: what to say.
-            unread: the body was not read to its end. The client may notice the answer only once it has sent all, so what still
-                comes is taken in and forgotten for a while before the connection closes.
+        Where the body was not read to its end, the client may notice the answer only once it has sent all: what still comes is
+        taken in and forgotten for a while before the connection closes.
         """
         if self.status:
             await self._write(_event(error.body), more=False)
-        elif not unread:
+        elif not self._unread:
             await self.reply_json(error.body, error.status, error.headers)
         else:
             body = json.dumps(error.body).encode()
