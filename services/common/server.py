@@ -40,7 +40,7 @@ class Readiness:
 
     def __init__(self, servicer: health.aio.HealthServicer, name: str) -> None:
         self._servicer, self._name = servicer, name
-        self.ready, self.alive = False, True
+        self.ready, self.alive, self._ended = False, True, False
         self._was_ready = False
 
     async def set_alive(self, alive: bool) -> None:
@@ -52,11 +52,17 @@ class Readiness:
         await self.set(alive and self._was_ready)
 
     async def set(self, ready: bool) -> None:
-        """Report SERVING or NOT_SERVING under the service's full name."""
+        """Report SERVING or NOT_SERVING under the service's full name; the latter always, once the service is ending."""
+        ready = ready and not self._ended
         if ready != self.ready:
             logs.event(logger, "ready" if ready else "not ready")
         self.ready = ready
         await self._servicer.set(self._name, SERVING if ready else NOT_SERVING)
+
+    async def end(self) -> None:
+        """Not ready from here on, whatever a service that still looks at its backends finds."""
+        self._ended = True
+        await self.set(False)
 
 
 class Service(Protocol):
@@ -128,7 +134,7 @@ async def drain(
     """Refuse new calls, let running work finish within ``grace`` seconds, then end what is left."""
     logs.event(logger, "draining", in_flight=interceptor.in_flight, grace_seconds=grace)
     interceptor.draining = True
-    await readiness.set(False)
+    await readiness.end()
     try:
         async with asyncio.timeout(grace):
             await settled()

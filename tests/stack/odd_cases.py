@@ -34,10 +34,8 @@ FIELDS = {
     "json_nan": "sampling.temperature",
 }
 REFUSED_BY_CHOICE = {"float32_tiff", "ztxt_bomb", "one_sample"}  # of the cases that may be taken or refused
-HTTP_ONLY = {
-    "deep_json": "JSON nested too deeply: a gRPC message has no JSON, and a fixed depth",
-    "not_utf8_hex": "JSON that is no UTF-8: gRPC's own code refuses such text in a message, before any of ours",
-}
+# JSON nested too deeply, and JSON that is no UTF-8: a gRPC message has a fixed depth, and gRPC's own code refuses such text.
+HTTP_ONLY = {"deep_json", "not_utf8_hex"}
 
 
 @dataclass(frozen=True)

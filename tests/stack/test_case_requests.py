@@ -16,7 +16,7 @@ from services.models.layout import PromptLayout, Turn
 from services.models.media import Modality
 from tests.media_files import file_bytes, picture
 from tests.stack.conftest import RunningStack
-from tests.stack.odd_cases import CORNERS, HTTP_ONLY, INVALID, OK, Odd, asking, image, media_file, request_cases, text
+from tests.stack.odd_cases import CORNERS, INVALID, OK, Odd, asking, image, media_file, request_cases, text
 from tests.stack.odd_client import DIFFERENT, SAME, Answer, Client, alone, apart
 from triptych.common.v1 import usage_pb2
 from triptych.gateway.v1 import gateway_pb2
@@ -51,11 +51,6 @@ def test_a_bad_request_costs_nothing(odd: Odd, stack: RunningStack) -> None:
         assert min(seconds) < 0.1
 
     alone(stack, work)
-
-
-@pytest.mark.parametrize("name", HTTP_ONLY)
-def test_a_request_that_only_http_can_carry(name: str) -> None:
-    pytest.skip(HTTP_ONLY[name])
 
 
 async def placeholders_are_text(client: Client, stack: RunningStack, checkpoint: Checkpoint, odd: Odd) -> None:

@@ -38,8 +38,8 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    with local_stack("--grpc-port", "50050", quiet=True) as stack:
-        assert stack.address == "127.0.0.1:50050"
+    with local_stack("--grpc-port", "50050", "--http-port", "8000", quiet=True) as stack:
+        assert (stack.address, stack.http_address) == ("127.0.0.1:50050", "127.0.0.1:8000")
         yield stack
 
 

@@ -59,7 +59,6 @@ class ChatBody:
     usage_chunk: bool
     token_ids: bool
 
-    @property
     def estimate(self) -> gateway_pb2.EstimateTokensRequest:
         """The same, to be counted only."""
         asked = self.request
@@ -83,10 +82,10 @@ def read_chat_body(body: Value) -> ChatBody:
     paths = Paths()
     request = gateway_pb2.ChatRequest(
         model=members["model"].text() if "model" in members else "",
-        messages=read_messages(members["messages"], _offered(members), _pixels(members), paths),
         sampling=read_sampling(members, paths),
         cache_salt=members["cache_salt"].text() if "cache_salt" in members else "",
     )
+    read_messages(members["messages"], _offered(members), _pixels(members), request, paths)
     stream = _flag(members, "stream")
     usage_chunk = False
     if "stream_options" in members:

@@ -103,7 +103,8 @@ class Completion:
 
     def _cost(self) -> Json:
         usage, prompt = self._done.usage, self._done.usage.prompt_tokens_details
-        details = {**modalities(prompt), "cached_tokens": prompt.cached, "audio_tokens": prompt.audio}
+        openai = {"text_tokens": prompt.text, "image_tokens": prompt.image, "audio_tokens": prompt.audio}
+        details = {**modalities(prompt), **openai, "cached_tokens": prompt.cached}
         return {
             "usage": {
                 "prompt_tokens": usage.prompt_tokens,

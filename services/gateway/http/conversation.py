@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.gateway.http import tools
 from services.gateway.http.paths import Paths
@@ -26,43 +26,46 @@ Part = tuple[gateway_pb2.Part, str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and ``paths`` from their fields to the body."""
+    """Messages of ``request``, and ``paths`` from their fields to the body."""
 
+    request: gateway_pb2.ChatRequest
     paths: Paths
-    messages: list[gateway_pb2.Message] = field(default_factory=list)
 
     def add(self, role: gateway_pb2.Role.ValueType, path: str, parts: list[Part]) -> None:
         """One more turn."""
-        place = f"messages[{len(self.messages)}]"
-        self.messages.append(gateway_pb2.Message(role=role))
+        place = f"messages[{len(self.request.messages)}]"
+        self.request.messages.add(role=role)
         self.paths.put(place, path)
         self.paths.put(f"{place}.parts", f"{path}.content")
         self.extend(parts)
 
     def extend(self, parts: list[Part]) -> None:
         """More parts of the last turn."""
-        last = self.messages[-1]
+        last = self.request.messages[-1]
         for part, path, fields in parts:
-            place = f"messages[{len(self.messages) - 1}].parts[{len(last.parts)}]"
+            place = f"messages[{len(self.request.messages) - 1}].parts[{len(last.parts)}]"
             last.parts.append(part)
             self.paths.put(place, path)
             for name, where in fields.items():
                 self.paths.put(f"{place}.{name}", where)
 
 
-def read_messages(messages: Value, offered: str, pixels: Mapping[str, int], paths: Paths) -> list[gateway_pb2.Message]:
-    """The conversation.
+def read_messages(
+    messages: Value, offered: str, pixels: Mapping[str, int], request: gateway_pb2.ChatRequest, paths: Paths
+) -> None:
+    """Put the conversation into ``request``.
 
     Args:
         messages: the array in the body.
         offered: what the model is told of tools; goes to the end of the first system message, or into one of its own.
         pixels: limits of every picture and video that has none of its own.
+        request: gets the messages.
         paths: learns where each field came from.
 
     Raises:
         ServiceError: INVALID_ARGUMENT about a path in the body.
     """
-    made = Conversation(paths)
+    made = Conversation(request, paths)
     before = ""
     for message in messages.items():
         members = message.members(_MEMBERS)
@@ -71,7 +74,7 @@ def read_messages(messages: Value, offered: str, pixels: Mapping[str, int], path
         role = members["role"].text()
         if role not in _ROLES:
             raise members["role"].refuse(f"must be one of {', '.join(_ROLES)}")
-        first = not made.messages
+        first = not request.messages
         if first and offered and _ROLES[role] != _SYSTEM:
             made.add(_SYSTEM, "tools", [_text(offered, "tools")])
         parts = _parts(message, members, role, pixels)
@@ -82,7 +85,6 @@ def read_messages(messages: Value, offered: str, pixels: Mapping[str, int], path
         if first and offered and _ROLES[role] == _SYSTEM:
             made.extend([_text(f"\n\n{offered}", "tools")])
         before = role
-    return made.messages
 
 
 def _parts(message: Value, members: Mapping[str, Value], role: str, pixels: Mapping[str, int]) -> list[Part]:
@@ -149,7 +151,9 @@ def _url(given: Value, modality: str, pixels: Mapping[str, int]) -> Part:
     members = {"url": given} if isinstance(given.raw, str) else given.members(("url", "detail", *_PIXELS))
     if "url" not in members:
         raise given.refuse("needs a url; data: URLs such as data:image/png;base64,iVBORw0... hold the file itself")
-    media = gateway_pb2.Media(url=members["url"].text())
+    part = gateway_pb2.Part()
+    media: gateway_pb2.Media = getattr(part, modality)
+    media.url = members["url"].text()
     if "detail" in members:
         detail = members["detail"]
         if detail.text() not in _DETAILS:
@@ -162,6 +166,4 @@ def _url(given: Value, modality: str, pixels: Mapping[str, int]) -> Part:
         setattr(media, name, limit)
     fields = {modality: members["url"].path}
     fields |= {f"{modality}.{name}": value.path for name, value in members.items() if name != "url"}
-    part = gateway_pb2.Part()
-    getattr(part, modality).CopyFrom(media)
     return part, given.path, fields

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import prometheus_client
 
@@ -18,9 +19,9 @@ from services.gateway.http.exchange import ClientLeft, Exchange, Message, Receiv
 from services.gateway.http.problems import HttpError, internal, to_http
 from services.gateway.http.values import Value, read_json
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ANSWERS = prometheus_client.Counter("triptych_http_answers", "Answers of the HTTP door", ["route", "status"])
-_LARGE_BODY = 64 * 1024  # bytes; longer ones are read on a thread, so that others get their turn in between
 _LEFT = 499  # the status in logs and metrics where the client left before one was sent
 _DRAINING = "the service is shutting down; send the request to another replica or try again"
 
@@ -30,14 +31,16 @@ class Route:
     """What answers at a path.
 
     Attributes:
-        methods: one of GET and POST; GET answers HEAD too.
+        method: GET or POST; GET answers HEAD too.
         answer: gets the body as JSON; that of a GET is null.
         quiet: answers are not logged: a probe asks every few seconds.
+        open: whoever asks is answered, whether they may do anything else or not.
     """
 
     method: str
     answer: Callable[[Exchange, Value], Awaitable[None]]
     quiet: bool = False
+    open: bool = False
 
 
 class Door:
@@ -45,12 +48,20 @@ class Door:
 
     Args:
         routes: by path.
+        check_caller: raises where a caller may not do anything; comes before the body is read.
         max_body_bytes: longest body.
         stall_seconds: see :class:`Exchange`.
     """
 
-    def __init__(self, routes: Mapping[str, Route], max_body_bytes: int, stall_seconds: float) -> None:
-        self._routes, self._max_body_bytes, self._stall_seconds = routes, max_body_bytes, stall_seconds
+    def __init__(
+        self,
+        routes: Mapping[str, Route],
+        check_caller: Callable[[Exchange], Awaitable[None]],
+        max_body_bytes: int,
+        stall_seconds: float,
+    ) -> None:
+        self._routes, self._check_caller = routes, check_caller
+        self._max_body_bytes, self._stall_seconds = max_body_bytes, stall_seconds
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -114,7 +125,7 @@ class Door:
         if error.code:
             logs.event(logger, "refused", status=error.status, code=error.code, param=error.param)
         try:
-            await exchange.refuse(error, unread=error.status in (408, 413))
+            await exchange.refuse(error)
         except ClientLeft:
             logs.event(logger, "client left")
 
@@ -124,33 +135,38 @@ class Door:
         allowed = ("GET", "HEAD", "OPTIONS") if route.method == "GET" else ("POST", "OPTIONS")
         allow = {"allow": ", ".join(allowed)}
         if exchange.method == "OPTIONS":
-            await exchange.reply(204, b"", "text/plain", allow)
+            await exchange.reply(200, b"", "text/plain", allow)
             return
         if exchange.method not in allowed:
             raise HttpError(405, f"this path takes {route.method}", code="method_not_allowed", headers=allow)
         if self.draining:
             raise unavailable(_DRAINING)
-        body = Value(None)
-        if route.method == "POST":
-            data = await exchange.json_body(self._max_body_bytes)
-            body = await asyncio.to_thread(read_json, data) if len(data) > _LARGE_BODY else read_json(data)
-            del data
-        await self._while_wanted(exchange, route.answer(exchange, body))
+        if not route.open:
+            await self._check_caller(exchange)
+        # Nothing here keeps the body, which can be large, while it is answered.
+        body = self._body(exchange) if route.method == "POST" else _no_body()
+        await self._while_wanted(route.answer(exchange, await self._while_wanted(body)), exchange.gone())
 
-    async def _while_wanted(self, exchange: Exchange, answer: Awaitable[None]) -> None:
-        """Let the route answer for as long as somebody waits for it."""
-        work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(exchange.gone())
+    async def _body(self, exchange: Exchange) -> Value:
+        return await exchange.aside(read_json, await exchange.json_body(self._max_body_bytes))
+
+    async def _while_wanted(self, work: Awaitable[T], *gone: Awaitable[None]) -> T:
+        """What comes of ``work``, which is given up where ``gone`` returns or the door closes."""
+        working = asyncio.ensure_future(work)
+        tasks: list[asyncio.Future[Any]] = [working, *map(asyncio.ensure_future, gone)]
         try:
-            await asyncio.wait((work, gone, self._closing), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
+            await asyncio.wait([*tasks, self._closing], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
         finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-        if gone.done() and not gone.cancelled():
-            raise ClientLeft
-        raise unavailable(_DRAINING)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        raise unavailable(_DRAINING) if self._closing.done() else ClientLeft
+
+
+async def _no_body() -> Value:
+    return Value(None)
 
 
 def _to_http(error: HttpError | ServiceError | TimeoutError) -> HttpError:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common.interceptor import REQUEST_ID_HEADER, clean_request_id
 from services.gateway.http.problems import HttpError
@@ -15,7 +15,10 @@ from services.gateway.http.problems import HttpError
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"
+_LARGE_BODY = 64 * 1024  # bytes
+_BODY_SECONDS = 300.0  # that a whole body may take
 _LONGEST = 24 * 3600.0  # seconds; more counts as none
 _LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 * 1024 * 1024
 
@@ -44,6 +47,8 @@ class Exchange:
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.request_id = clean_request_id(self.header(REQUEST_ID_HEADER))
         self.status = 0
+        self._body_bytes = 0
+        self._unread = self.header("content-length") not in ("", "0") or bool(self.header("transfer-encoding"))
 
     def header(self, name: str) -> str:
         """A header's value; nothing where it was not sent."""
@@ -77,6 +82,10 @@ class Exchange:
         given = (("authorization", credentials),) if credentials else ()
         return ((REQUEST_ID_HEADER, self.request_id), *given)
 
+    async def aside(self, work: Callable[..., T], *args: Any) -> T:
+        """Do what takes as long as the body is: where that is large, on a thread, so that other requests get their turn."""
+        return await asyncio.to_thread(work, *args) if self._body_bytes > _LARGE_BODY else work(*args)
+
     async def json_body(self, limit: int) -> bytes:
         """The whole body.
 
@@ -92,14 +101,20 @@ class Exchange:
         length = self.header("content-length")
         if length.isdecimal() and int(length) > limit:
             raise _too_large(limit)
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                body = await self._whole_body(limit)
+        except TimeoutError:
+            raise HttpError(408, "the body did not come in time; send it again", code="request_timeout") from None
+        self._body_bytes, self._unread = len(body), False
+        return body
+
+    async def _whole_body(self, limit: int) -> bytes:
         body = bytearray()
         more = True
         while more:
-            try:
-                async with asyncio.timeout(self._stall):
-                    message = await self._receive()
-            except TimeoutError:
-                raise HttpError(408, "the body stopped coming; send it again", code="request_timeout") from None
+            async with asyncio.timeout(self._stall):
+                message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             body += message.get("body", b"")
@@ -122,17 +137,15 @@ class Exchange:
         """The whole answer, as JSON."""
         await self.reply(status, json.dumps(body).encode(), "application/json", headers)
 
-    async def refuse(self, error: HttpError, *, unread: bool = False) -> None:
+    async def refuse(self, error: HttpError) -> None:
         """Answer with an error. A stream that has begun ends with it, and without the mark of a complete one.
 
-        Args:
-            error: what to say.
-            unread: the body was not read to its end. The client may notice the answer only once it has sent all, so what still
-                comes is taken in and forgotten for a while before the connection closes.
+        Where the body was not read to its end, the client may notice the answer only once it has sent all: what still comes is
+        taken in and forgotten for a while before the connection closes.
         """
         if self.status:
             await self._write(_event(error.body), more=False)
-        elif not unread:
+        elif not self._unread:
             await self.reply_json(error.body, error.status, error.headers)
         else:
             body = json.dumps(error.body).encode()

@@ -10,7 +10,6 @@ from time import time
 from typing import Any, cast
 
 import prometheus_client
-from google.protobuf.json_format import MessageToDict
 
 from services.common.errors import ServiceError, invalid
 from services.gateway.chat import Chat
@@ -62,13 +61,14 @@ class Routes:
             "/tokenize": Route("POST", self._tokenize),
             "/v1/models": Route("GET", self._models),
             f"{_MODEL_PATH}*": Route("GET", self._named_model),
-            "/health": Route("GET", self._health, quiet=True),
+            "/health": Route("GET", self._health, quiet=True, open=True),
             "/metrics": Route("GET", self._metrics, quiet=True),
-            "/": Route("GET", self._playground),
+            "/": Route("GET", self._playground, open=True),
         }
 
     async def _completions(self, exchange: Exchange, body: Value) -> None:
-        asked = read_chat_body(body)
+        asked = await exchange.aside(read_chat_body, body)
+        del body
         completion = Completion(asked, exchange.request_id, self._model.name)
         stream = self._servicer.Chat(asked.request, _context(exchange))
         with _in_the_client_s_words(asked.paths):
@@ -85,21 +85,23 @@ class Routes:
             await exchange.reply_json(completion.whole())
 
     async def _estimate(self, exchange: Exchange, body: Value) -> None:
-        asked = read_chat_body(body)
+        asked = await exchange.aside(read_chat_body, body)
+        del body
+        request = await exchange.aside(asked.estimate)
         with _in_the_client_s_words(asked.paths):
-            estimate = await self._servicer.EstimateTokens(asked.estimate, _context(exchange))
+            estimate = await self._servicer.EstimateTokens(request, _context(exchange))
         await exchange.reply_json(_estimate_json(estimate, asked))
 
     async def _tokenize(self, exchange: Exchange, body: Value) -> None:
         """vLLM's: tokens of a text, or of a conversation as the model gets it."""
-        await self._check_caller(exchange)
         members = body.members(("model", "prompt", "messages", "add_special_tokens", "return_token_strs"))
         if ("prompt" in members) == ("messages" in members):
             raise body.refuse("needs either prompt or messages")
         if "messages" in members:
-            asked = read_chat_body(Value({name: members[name].raw for name in ("model", "messages") if name in members}))
+            chat = Value({name: members[name].raw for name in ("model", "messages") if name in members})
+            asked = await exchange.aside(read_chat_body, chat)
             with _in_the_client_s_words(asked.paths):
-                tokens = (await self._chat.prompt(asked.estimate)).token_ids
+                tokens = (await self._chat.prompt(asked.request)).token_ids
         else:
             special = "add_special_tokens" not in members or members["add_special_tokens"].flag()
             tokens = await self._tokens(members["prompt"].text(), special)
@@ -151,14 +153,13 @@ class Routes:
         await exchange.reply_json({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
     async def _metrics(self, exchange: Exchange, body: Value) -> None:
-        await self._check_caller(exchange)
         await exchange.reply(200, prometheus_client.generate_latest(), prometheus_client.CONTENT_TYPE_LATEST)
 
     async def _playground(self, exchange: Exchange, body: Value) -> None:
         headers = {"content-security-policy": _PAGE_POLICY, "x-content-type-options": "nosniff"}
         await exchange.reply(200, self._page, "text/html; charset=utf-8", headers)
 
-    async def _check_caller(self, exchange: Exchange) -> None:
+    async def check_caller(self, exchange: Exchange) -> None:
         """Who may not list the models may not ask for anything else either.
 
         Raises:
@@ -192,14 +193,13 @@ def _estimate_json(estimate: gateway_pb2.EstimateTokensResponse, asked: ChatBody
         }
         for item in estimate.media
     ]
-    cost = MessageToDict(estimate.cost, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return {
         "usage": {
             "prompt_tokens": estimate.prompt_tokens,
             "prompt_tokens_details": modalities(estimate.prompt_tokens_details),
         },
         "media": media,
-        "cost": {name: int(figure) for name, figure in cost.items()},
+        "cost": {budget.name: getattr(estimate.cost, budget.name) for budget in estimate.cost.DESCRIPTOR.fields},
         "max_model_len": estimate.max_model_len,
         "expected_wait_seconds": estimate.expected_wait_seconds,
     }

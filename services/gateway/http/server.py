@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _HEAD_BYTES = 64 * 1024  # of a request line and its headers
 _HEAD_SECONDS = 20.0  # in which they must have come
 _IDLE_SECONDS = 75  # that a connection is kept for its next request; longer than usual load balancers keep theirs
-_LAST_SECONDS = 2  # for connections to end in
+_LAST_SECONDS = 2  # for answers to end in, and then for connections
 _DEAD_MS = 40_000  # after which data that nobody takes, or probes that nobody answers, end a connection
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": _DEAD_MS}
 
@@ -43,7 +43,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=logging.WARNING,
+            log_level=logging.ERROR,
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -64,7 +64,9 @@ class HttpServer:
 
     async def stop(self) -> None:
         """End what still runs, with errors, and close every connection."""
-        await self._door.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_SECONDS):
+                await self._door.close()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
