@@ -61,7 +61,7 @@ async def test_a_picture_goes_to_one_encoder_and_pictures_to_all(qwen: Path) -> 
         assert sorted(len(encoder.items) for encoder in f.encoders.values()) == [0, 6]
         await asyncio.gather(*(f.answer(ask("what?", picture(56, 84), max_tokens=2)) for _ in range(6)))
         assert sorted(len(encoder.items) for encoder in f.encoders.values()) == [0, 12]
-        await f.answer(ask(*(picture(56, 28 * n) for n in range(1, 13)), max_tokens=2))
+        await f.answer(ask(*(picture(56, 28 * n) for n in range(1, 17)), max_tokens=2))
         assert all(len(encoder.items) not in (0, 12) for encoder in f.encoders.values())
         await f.idle()
 
