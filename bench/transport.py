@@ -18,7 +18,7 @@ import torch
 import uvloop
 
 from bench.measure import cost_of, host_facts, interleave, median, table, write_figures
-from services.common.channel import MESSAGE_OPTIONS
+from services.common.server import SERVER_OPTIONS
 from services.encoder.config import EncoderConfig
 from services.encoder.sent import add_to_server
 from services.encoder.servicer import EncoderServicer
@@ -56,7 +56,7 @@ class Transport:
 
     async def start(self) -> None:
         """Fill the store and serve it."""
-        self._server = grpc.aio.server(options=MESSAGE_OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_to_server(self._servicer, self._server)
         self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()

@@ -102,7 +102,7 @@ class Backends:
         return usable[order_encoders(item.digest, loads, holding)[0]]
 
     def llms_for(self, keys: Sequence[bytes], avoid: Collection[str] = ()) -> list[str]:
-        """Addresses of the language models that are ready, best first, for a prompt of these :func:`keys`; ``avoid`` last."""
+        """Addresses of the language models that are ready, for a prompt of these keys: best first, those of ``avoid`` last."""
         loads = {llm.address: Load(llm.pending, llm.served) for llm in self.llm_fleet.ready}
         return sorted(order_llms(loads, self._affinity.matched(keys)), key=lambda address: address in avoid)
 
@@ -130,7 +130,7 @@ class Backends:
         await asyncio.gather(self.encoder_fleet.close(), self.llm_fleet.close())
 
 
-def keys(prompt: Prompt) -> list[bytes]:
+def prompt_keys(prompt: Prompt) -> list[bytes]:
     """Names a prompt's beginnings, its media included."""
     media = [(place.offset, item.digest) for item in prompt.items for place in item.placements]
     return chain(prompt.token_ids, media, prompt.cache_salt)

@@ -6,35 +6,30 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import grpc
-
 from services.common import logs
-from services.common.errors import ServiceError, invalid
-from services.gateway.admission import Ask, Ledger, Pool, Reservation
+from services.common.errors import invalid
+from services.gateway.admission import Ask, Ledger, Reservation
 from services.gateway.answers import Answers, Delta, Ended
-from services.gateway.backends import Backends, keys
+from services.gateway.backends import Backends
 from services.gateway.background import Background
-from services.gateway.budgets import Prefer
 from services.gateway.config import GatewayConfig
 from services.gateway.cost import Class, Cost, kind_of
+from services.gateway.dispatch import Call, Dispatcher
 from services.gateway.known_items import KnownItems
 from services.gateway.media import Probe
 from services.gateway.model import ServedModel
-from services.gateway.peers import BackendLost, MediaLost
 from services.gateway.prompt import Prompt, PromptMaker
 from services.gateway.refusals import refusals
 from services.gateway.tenants import Tenants
-from services.gateway.uploads import Uploads
 from services.gateway.validator import Conversation, Validator
 from services.models.media import Modality
-from triptych.common.v1 import media_pb2, usage_pb2
+from triptych.common.v1 import usage_pb2
 from triptych.gateway.v1 import gateway_pb2
 
 T = TypeVar("T")
@@ -43,7 +38,6 @@ _MODALITIES = {modality.word: modality for modality in Modality}
 _CHARACTERS = 4  # of a token, about
 _PROBE_THREADS = 4
 _LONG_TEXT = 64 * 1024  # characters; tokenising that many takes about 20 ms
-_MAX_FAILOVERS = 2  # times that a request goes on elsewhere when a server that it is at is lost
 _UNKNOWN_BLOCK_SIZE = 16  # until a language model has published its own
 
 
@@ -85,11 +79,12 @@ class Chat:
         tenants: Tenants,
     ) -> None:
         self._model, self._config, self._probe = model, config, probe
-        self._backends, self._ledger, self._background = backends, ledger, background
+        self._backends, self._ledger = backends, ledger
         self._tenants, self._known = tenants, KnownItems()
         self._validator, self._prompts = Validator(model, config), PromptMaker(model, config)
         self._threads = ThreadPoolExecutor(_PROBE_THREADS, "probe")
         self._long_text_thread = ThreadPoolExecutor(1, "probe-long")
+        self._dispatcher = Dispatcher(backends, ledger, background)
         self.finished = 0
 
     @property
@@ -160,32 +155,33 @@ class Chat:
         max_tokens = self.max_tokens(prompt)
         self._check_length(prompt, max_tokens)
         probed = time.monotonic()
-        call = _Call(request_id, deadline, prompt, max_tokens, self._answers(prompt, max_tokens))
+        call = Call(request_id, deadline, prompt, max_tokens, self._answers(prompt, max_tokens))
+        self._dispatcher.check(call)
         ended: Ended | None = None
         with refusals():
-            async with self._ledger.reserve(
-                replace(self.ask(prompt), prefer=call.prefer(self._backends)), deadline - probed
-            ) as held:
+            ask = replace(self.ask(prompt), prefer=self._dispatcher.preference(call))
+            async with self._ledger.reserve(ask, deadline - probed) as held:
                 admitted = time.monotonic()
                 _log_admitted(prompt, max_tokens, held)
                 yield Admitted(request_id, prompt)
                 before = usage_pb2.StageTimes(
                     probe=probed - started - prompt.fetch_seconds, queue=admitted - probed, fetch=prompt.fetch_seconds or None
                 )
-                async with self._uploads(call) as uploads, aclosing(self._generate(call, held, uploads)) as events:
-                    async for event in events:
-                        if not held.completion_tokens:
-                            self._ledger.flowed(held)
-                        held.completion_tokens = call.answers.completion_tokens
-                        if isinstance(event, Delta):
-                            yield event
-                        elif call.answers.over:
-                            ended = event
-                        else:
-                            yield call.done(event, before)
+                with self._known.handed_over(prompt.items):
+                    async with aclosing(self._dispatcher.answer(call, held)) as events:
+                        async for event in events:
+                            if not held.completion_tokens:
+                                self._ledger.flowed(held)
+                            held.completion_tokens = call.answers.completion_tokens
+                            if isinstance(event, Delta):
+                                yield event
+                            elif call.answers.over:
+                                ended = event
+                            else:
+                                yield _done(call, event, before)
         assert ended is not None, "answers end one by one"
         self.finished += 1
-        yield call.done(ended, before)
+        yield _done(call, ended, before)
 
     def _answers(self, prompt: Prompt, max_tokens: int) -> Answers:
         return Answers(self._model.tokenizer, prompt.sampling, self._model.checkpoint.end_token_ids, max_tokens)
@@ -201,124 +197,6 @@ class Chat:
                 f"{length} tokens of prompt and {max_tokens} of answer exceed the limit {limit}; ask for at most {limit - length}"
             )
             raise invalid(field, text, reason="CONTEXT_LENGTH_EXCEEDED", limit=limit, requested=total)
-
-    @asynccontextmanager
-    async def _uploads(self, call: _Call) -> AsyncIterator[Uploads]:
-        """The way to refs of all items; giving them back goes on behind the request."""
-        items = call.prompt.items
-        self._known.add(items)
-        uploads = Uploads(self._backends, items, call.request_id, lambda: call.seconds_left)
-        try:
-            yield uploads
-        except BaseException:
-            self._known.forget(items)
-            raise
-        finally:
-            if call.prompt.items:
-                self._background.start(uploads.drop())
-
-    async def _generate(self, call: _Call, held: Reservation, uploads: Uploads) -> AsyncGenerator[Delta | Ended, None]:
-        """Stream answers to their end. Where a server is lost, others do what it had to do."""
-        failovers = 0
-        while not call.answers.over:
-            refs = await uploads.refs()
-            lost: BackendLost | MediaLost | None = None
-            try:
-                async with aclosing(self._stream(call, held.pool.name, refs, failovers, uploads)) as events:
-                    async for event in events:
-                        yield event
-            except (BackendLost, MediaLost) as error:
-                lost = error
-                for event in call.answers.settle():
-                    yield event
-            if lost is not None and not call.answers.over:
-                failovers += 1
-                if failovers > _MAX_FAILOVERS or not call.answers.resumable:
-                    raise lost
-                self._go_on(call, held, uploads, lost)
-
-    async def _stream(
-        self, call: _Call, llm: str, refs: list[media_pb2.EmbeddingRef], failovers: int, uploads: Uploads
-    ) -> AsyncGenerator[Delta | Ended, None]:
-        """One call to a language model, to the end of the last answer."""
-        self._backends.note_sent(call.keys, llm)
-        request_id = f"{call.request_id[:120]}/{failovers}" if failovers else call.request_id  # one that is lost may still run
-        stream = self._backends.llm(llm).generate(
-            call.prompt, call.max_tokens, refs, request_id, call.seconds_left, call.answers.tokens
-        )
-        async with aclosing(stream) as responses:
-            async for response in responses:
-                for event in call.answers.take(response):
-                    uploads.arrived()
-                    yield event
-                if call.answers.over:
-                    return
-        raise ServiceError(grpc.StatusCode.INTERNAL, "the language model ended its answer too early; its log has the details")
-
-    def _go_on(self, call: _Call, held: Reservation, uploads: Uploads, lost: BackendLost | MediaLost) -> None:
-        """Prepare for another try.
-
-        Raises:
-            BackendLost: there is no other language model.
-        """
-        fields = {"answer_tokens": call.answers.completion_tokens}
-        if isinstance(lost, MediaLost):
-            uploads.lose(lost.encoder)
-            if lost.gone:
-                self._backends.lost(lost.encoder)
-            logs.event(logger, "encoder lost, media are encoded again", logging.WARNING, encoder=lost.encoder, **fields)
-            return
-        call.lost.add(held.pool.name)
-        if not (others := self._backends.llms_for(call.keys, call.lost)):
-            raise lost
-        logs.event(
-            logger, "language model lost, another goes on", logging.WARNING, lost=held.pool.name, other=others[0], **fields
-        )
-        self._ledger.move(held, others[0])
-
-
-@dataclass
-class _Call:
-    """One request on its way through the backends.
-
-    Attributes:
-        lost: language models that went away from under it.
-    """
-
-    request_id: str
-    deadline: float
-    prompt: Prompt
-    max_tokens: int
-    answers: Answers
-    lost: set[str] = field(default_factory=set)
-
-    @cached_property
-    def keys(self) -> list[bytes]:
-        """Name the prompt's beginnings."""
-        return keys(self.prompt)
-
-    @property
-    def seconds_left(self) -> float:
-        """What the next hop may take."""
-        return max(0.0, self.deadline - time.monotonic())
-
-    def prefer(self, backends: Backends) -> Prefer:
-        """Pools in the order in which the backends want the prompt."""
-
-        def ordered(pools: Sequence[Pool]) -> list[Pool]:
-            by_name = {pool.name: pool for pool in pools}
-            return [by_name[name] for name in backends.llms_for(self.keys) if name in by_name]
-
-        return ordered
-
-    def done(self, ended: Ended, before: usage_pb2.StageTimes) -> Done:
-        """The end of an answer; ``before`` says where the time went before the backends."""
-        last = self.answers.over
-        tokens = self.answers.completion_tokens if last else ended.completion_tokens
-        times = usage_pb2.StageTimes()
-        times.MergeFrom(ended.stage_times)
-        times.MergeFrom(before)
-        return Done(self.prompt, ended.finish_reason, tokens, self.answers.cached_tokens, times, ended.index, last)
 
 
 async def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
@@ -338,3 +216,13 @@ def _log_admitted(prompt: Prompt, max_tokens: int, reservation: Reservation) -> 
     logs.event(
         logger, "admitted", prompt_tokens=len(prompt.token_ids), max_tokens=max_tokens, kv_blocks=reservation.blocks, media=media
     )
+
+
+def _done(call: Call, ended: Ended, before: usage_pb2.StageTimes) -> Done:
+    """The end of an answer; ``before`` says where the time went before the backends."""
+    last = call.answers.over
+    tokens = call.answers.completion_tokens if last else ended.completion_tokens
+    times = usage_pb2.StageTimes()
+    times.MergeFrom(ended.stage_times)
+    times.MergeFrom(before)
+    return Done(call.prompt, ended.finish_reason, tokens, call.answers.cached_tokens, times, ended.index, last)

@@ -6,7 +6,8 @@ A guess for admission: an encoder may have dropped one, and then encodes it once
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 from services.gateway.prompt import Item
 
@@ -24,18 +25,21 @@ class KnownItems:
         """Those that are not known, each once."""
         return list({key: item for item in items if (key := _key(item)) not in self._keys}.values())
 
-    def add(self, items: Iterable[Item]) -> None:
-        """They were handed to an encoder."""
-        for item in items:
-            self._keys[_key(item)] = None
-            self._keys.move_to_end(_key(item))
+    @contextmanager
+    def handed_over(self, items: Iterable[Item]) -> Iterator[None]:
+        """An encoder gets them meanwhile; if that fails, it may not have them."""
+        keys = [_key(item) for item in items]
+        for key in keys:
+            self._keys[key] = None
+            self._keys.move_to_end(key)
         while len(self._keys) > self._most:
             self._keys.popitem(last=False)
-
-    def forget(self, items: Iterable[Item]) -> None:
-        """A request with them failed: the encoder may not have them."""
-        for item in items:
-            self._keys.pop(_key(item), None)
+        try:
+            yield
+        except BaseException:
+            for key in keys:
+                self._keys.pop(key, None)
+            raise
 
 
 def _key(item: Item) -> Hashable:

@@ -29,10 +29,15 @@ POLL_TIMEOUT = 2.0  # seconds
 
 
 class BackendLost(ServiceError):
-    """The server went away during the call or takes no new ones: another may do what it was asked for. UNAVAILABLE."""
+    """The server went away during the call or takes no new ones: another may do what it was asked for. UNAVAILABLE.
 
-    def __init__(self, text: str) -> None:
+    Attributes:
+        death: names when the server died, if it did; the same for all calls that it died under.
+    """
+
+    def __init__(self, text: str, death: tuple[str, int] | None = None) -> None:
         super().__init__(grpc.StatusCode.UNAVAILABLE, text, retry_delay=1.0)
+        self.death = death
 
 
 class MediaLost(ServiceError):
@@ -68,6 +73,7 @@ class Backend:
         self.ready = self.leaving = False
         self.active = self.served = 0
         self._ejected = 0.0
+        self._returns = 0  # times that it became ready
         self._channel = open_channel(address)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
@@ -117,10 +123,13 @@ class Backend:
             # a call that is cancelled here raises nothing: CANCELLED is a server that gave up on it while it stopped
             if failure.reason is None and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 self.eject()
-                raise BackendLost(f"the {self.peer} went away; try again, or look at its logs") from error
+                refused = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
+                death = None if refused else (self.address, self._returns)
+                raise BackendLost(f"the {self.peer} went away; try again, or look at its logs", death) from error
             raise failure from error
 
     def _set_ready(self, ready: bool) -> None:
+        self._returns += ready and not self.ready
         if ready != self.ready:
             logs.event(logger, f"{self.peer} {'ready' if ready else 'not ready'}", address=self.address)
         self.ready = ready

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -133,9 +132,9 @@ class Fleet:
         ledger, backends = self.service.ledger, self.service.backends
         peers = [*backends.encoders, *backends.llms.values()]
         await until(lambda: not (ledger.running or ledger.queued or any(peer.active for peer in peers)))
+        await until(lambda: not any(llm.running for llm in self.llms.values()))  # a cancel takes a moment to get there
         assert not any(encoder.refs for encoder in self.encoders.values() if not encoder.gone)
         assert not any(encoder.patches or encoder.held for encoder in backends.encoders)
-        assert not any(llm.running for llm in self.llms.values())
         ledger.check_integrity()
         assert ledger.reserved_blocks == 0
 
@@ -165,8 +164,3 @@ def served_llm(llm: TellingLlm) -> Any:
 
 def tokens_of(events: list[gateway_pb2.ChatResponse], index: int = 0) -> list[int]:
     return [token for event in events if event.delta.index == index for token in event.delta.token_ids]
-
-
-async def settled(*tasks: asyncio.Task[Any]) -> list[Any]:
-    """All results; failures are raised."""
-    return await asyncio.gather(*tasks)

@@ -14,6 +14,7 @@ from gateway_fakes import ask, picture, refused, until
 from services.common.errors import ServiceError
 from services.gateway.backends import Fleet as Members
 from services.gateway.peers import LanguageModel
+from services.gateway.suspects import Suspects
 from triptych.gateway.v1 import gateway_pb2
 from triptych.llm.v1 import llm_pb2
 
@@ -150,12 +151,47 @@ async def test_what_cannot_go_on_ends_at_once(qwen: Path) -> None:
         with refused(CODE.UNAVAILABLE, "went away") as errors:
             await f.answer(ask("several answers cannot", max_tokens=5, n=2))
         assert errors[0].retry_delay
-        with refused(CODE.UNAVAILABLE, "went away"):  # the other one is lost, too, and then there is none
-            await f.answer(ask("x", max_tokens=9))
+        for llm in f.llms.values():
+            llm.gone = True
+        with refused(CODE.UNAVAILABLE, "went away"):  # there is no other
+            await f.answer(ask("y", max_tokens=9))
         with refused(CODE.UNAVAILABLE, "no language model"):
-            await f.answer(ask("x", max_tokens=9))
+            await f.answer(ask("z", max_tokens=9))
         assert not f.readiness.ready
         await f.idle()
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_kills_language_models_kills_two_and_no_more(qwen: Path) -> None:
+    async with fleet(qwen, llms=3) as f:
+        for llm in f.llms.values():
+            llm.lost_after = 2
+        with refused(CODE.INTERNAL, "died while they ran this request") as errors:
+            await f.answer(ask("killer", picture(), max_tokens=9))
+        assert errors[0].reason == "REQUEST_SUSPECT" and errors[0].retry_delay is None
+        assert sorted(llm.gone for llm in f.llms.values()) == [False, True, True]
+        for llm in f.llms.values():
+            llm.gone, llm.lost_after = False, None
+        with refused(CODE.INTERNAL):  # clients that try again are told so, and nobody runs it
+            await f.answer(ask("killer", picture(), max_tokens=9))
+        assert sum(len(llm.requests) for llm in f.llms.values()) == 2
+        assert len(tokens_of(await f.answer(ask("killer", picture(84, 84), max_tokens=9)))) == 9  # another picture
+        await f.idle()
+
+
+def test_who_is_suspect() -> None:
+    suspects = Suspects(seconds=60, capacity=2)
+    for _ in range(5):
+        suspects.note(b"a", ("llm", 1), 0)  # five of them, and one death
+    assert not suspects.suspect(b"a", 0)
+    suspects.note(b"a", ("llm", 2), 10)
+    assert suspects.suspect(b"a", 69) and not suspects.suspect(b"a", 70) and not suspects.suspect(b"b", 10)
+    suspects.clear(b"a")
+    assert not suspects.suspect(b"a", 10)
+    for name in (b"b", b"c", b"d"):
+        suspects.note(name, 1, 0)
+        suspects.note(name, 2, 0)
+    assert [suspects.suspect(name, 1) for name in (b"b", b"c", b"d")] == [False, True, True]
 
 
 @pytest.mark.asyncio
