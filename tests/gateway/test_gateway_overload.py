@@ -64,8 +64,8 @@ async def test_a_picture_that_an_encoder_has_costs_it_nothing(checkpoint_dir: Di
             return (await s.stub.EstimateTokens(request)).cost.encoder_patches
 
         assert await patches("x", picture(), picture()) == 16  # once, if they are the same
-        s.encoder.error = ServiceError(CODE.UNAVAILABLE, "gone")
-        with refused(CODE.UNAVAILABLE):
+        s.encoder.error = ServiceError(CODE.RESOURCE_EXHAUSTED, "full")
+        with refused(CODE.RESOURCE_EXHAUSTED):
             await answer(s, ask("x", picture()))
         assert await patches("x", picture()) == 16
         s.encoder.error = None

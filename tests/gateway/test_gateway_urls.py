@@ -73,8 +73,8 @@ async def test_an_allowed_url_costs_what_its_bytes_cost(checkpoint_dir: Director
             with refused(INVALID, GENERIC) as errors:  # one bad URL among good ones ends the request
                 await both_ways(s, asked(web.url("/a.png", "127.0.0.1"), web.url("/a.png", "localhost")))
             assert errors[0].field == "messages[0].parts[1].image" and web.connects <= before + 1
-            with refused(INVALID, "the limit is 16"):  # counted before any is fetched
-                await both_ways(s, asked(*[web.url("/a.png", "127.0.0.1")] * 17))
+            with refused(INVALID, "the limit is 8"):  # counted before any is fetched
+                await both_ways(s, asked(*[web.url("/a.png", "127.0.0.1")] * 9))
             await s.idle()
 
 

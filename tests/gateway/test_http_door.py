@@ -201,16 +201,16 @@ async def test_a_bug_is_opaque(llava: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.asyncio
 async def test_a_failure_in_mid_stream_is_an_event_and_no_end(llava: Path) -> None:
     async with door(llava) as (s, client, http):
-        s.llm.script = script(llava, "so far", ServiceError(grpc.StatusCode.UNAVAILABLE, "the model is gone", retry_delay=1))
+        s.llm.script = script(llava, "so far", ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the model is full", retry_delay=1))
         stream = await client.chat.completions.create(model="default", messages=HI, stream=True)
-        with pytest.raises(openai.APIError, match="the model is gone"):
+        with pytest.raises(openai.APIError, match="the model is full"):
             async for _ in stream:
                 pass
         reply = await http.post(CHAT, json={"messages": HI, "stream": True})
         *_, last = events_of(reply.text)
         assert reply.status_code == 200 and "[DONE]" not in reply.text
         assert json.loads(last)["error"] == {
-            "message": "the model is gone", "type": "server_error", "param": None, "code": None,
+            "message": "the model is full", "type": "rate_limit_error", "param": None, "code": None,
         }  # fmt: skip
         await s.idle()
 
