@@ -38,7 +38,7 @@ AUDIO = [f.model_type for f in FAMILIES.values() if f.audio]
 VIDEOS = [f.model_type for f in FAMILIES.values() if f.video]
 LOW = Look(low=True)
 few = pytest.param(1, id="few")
-bulk = pytest.param(50, id="bulk", marks=pytest.mark.slow)
+bulk = pytest.param(85, id="bulk", marks=pytest.mark.slow)  # over 2,000 pictures that are taken, 500 recordings
 
 
 def sizes(seed: str, count: int) -> list[Size]:
@@ -98,7 +98,7 @@ def test_pictures(family: str, times: int, checkpoint_dir: Directory) -> None:
     checkpoint, processor = load(checkpoint_dir(family))
     token = PromptLayout(checkpoint).tokenizer.fast.id_to_token(checkpoint.placeholder_id(Modality.IMAGE))
     dice, checked, cheaper = random.Random(family), 0, 0
-    for size in sizes(f"bulk {family}", 50 * times):
+    for size in sizes(f"bulk {family}", 30 * times):
         if refused(checkpoint, size):
             continue
         rows = []
@@ -112,7 +112,7 @@ def test_pictures(family: str, times: int, checkpoint_dir: Directory) -> None:
         else:
             checked += 1
             cheaper += rows[1] < rows[0]
-    assert checked >= 40 * times
+    assert checked >= 24 * times
     assert (cheaper > 0) == (family not in ("llava", "paligemma", "mllama", "gemma3"))
 
 
@@ -123,7 +123,7 @@ def test_pictures_of_phi4(times: int, checkpoint_dir: Directory, monkeypatch: py
     module = transformers.models.phi4_multimodal.image_processing_phi4_multimodal
     monkeypatch.setattr(module, "tvF", SimpleNamespace(resize=lambda image, size: image, pad=lambda image, *a, **k: image))
     checked = cheaper = 0
-    for width, height in sizes("bulk phi4", 60 * times):
+    for width, height in sizes("bulk phi4", 36 * times):
         if refused(checkpoint, (width, height)):
             continue
         blank, rows = torch.zeros((3, 1, 1)).expand(3, height, width), []
@@ -141,7 +141,7 @@ def test_pictures_of_phi4(times: int, checkpoint_dir: Directory, monkeypatch: py
             rows.append(plan.rows)
         checked += len(rows) == 2
         cheaper += len(rows) == 2 and rows[1] < rows[0]
-    assert checked >= 40 * times and cheaper
+    assert checked >= 24 * times and cheaper
 
 
 @pytest.mark.parametrize("times", [few, bulk])
@@ -184,7 +184,7 @@ def test_recordings(family: str, times: int, checkpoint_dir: Directory, monkeypa
     settings = processor._merge_kwargs()["audio_kwargs"]
     positions = settings.pop("max_source_positions", None)
     longest = 640_000 if family == "qwen2_audio" else 5_000_000
-    for samples in lengths(f"bulk {family}", 10 * times, longest):
+    for samples in lengths(f"bulk {family}", 6 * times + 9, longest):
         silence = np.zeros(samples, np.float32)
         [plan] = checkpoint.plan([Recording(samples)])
         if family == "voxtral":
