@@ -47,8 +47,8 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request: its kind, its status, seconds to the first token and to the end, and whether its answer was complete before
-    the measurement ended."""
+    """One request: its kind, its status, seconds to the first token and to the end, and whether its answer was complete
+    while it was measured."""
 
     kind: str
     code: grpc.StatusCode
@@ -85,7 +85,7 @@ class Client:
     def __init__(self, stub: Any, requests: Requests, deadline: float) -> None:
         self._stub, self._requests, self._deadline = stub, requests, deadline
         self.outcomes: list[Outcome] = []
-        self.end = float("inf")
+        self.begin, self.end = 0.0, float("inf")
 
     async def send(self) -> None:
         """One request, to its end."""
@@ -98,18 +98,21 @@ class Client:
         except grpc.aio.AioRpcError as error:
             code = error.code()
         ended = time.perf_counter()
-        self.outcomes.append(Outcome(kind, code, first, ended - started, counts=code is grpc.StatusCode.OK and ended < self.end))
+        self.outcomes.append(
+            Outcome(kind, code, first, ended - started, counts=code is grpc.StatusCode.OK and self.begin <= ended < self.end)
+        )
 
     async def keep_busy(self, clients: int, seconds: float) -> float:
-        """So many requests at any time; answers per second."""
-        self.end = time.perf_counter() + seconds
+        """So many requests at any time; answers per second in the last two thirds, when all places are taken."""
+        self.begin = time.perf_counter() + seconds / 3
+        self.end = self.begin + seconds * 2 / 3
 
         async def worker() -> None:
             while time.perf_counter() < self.end:
                 await self.send()
 
         await asyncio.gather(*(worker() for _ in range(clients)))
-        return self.answers / seconds
+        return self.answers / (self.end - self.begin)
 
     @property
     def answers(self) -> int:
@@ -207,12 +210,12 @@ async def overload(seconds: float, seed: int, loads: Sequence[int]) -> list[dict
 async def fairness(seconds: float, seed: int, loads: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each bottleneck: nine videos to a text at the least of the loads, and the same texts alone."""
     load, rows = min(loads), []
-    for name, places, video, encode in (("encoder", 16, 0.2, 0.1), ("language model", 16, 1.4, 0.02)):
-        media = ["--places", str(places), "--media", str(video / 2), str(video / 2)]
+    for name, video, encode in (("encoder", ("0.1", "0.1"), 0.1), ("language model", ("0.3", "2.9"), 0.02)):
+        media = ["--places", "32", "--media", *video]
         async with gateway(media, ["--seconds", str(encode)], ["--profile", "video"]) as stub:
             shares = {"text": 0.1, "video": 0.9}
             await Client(stub, Requests(shares, seed), 20).keep_busy(8, min(3, seconds))  # warm
-            capacity = await Client(stub, Requests(shares, seed + 1), 20).keep_busy(16, seconds / 2)
+            capacity = await Client(stub, Requests(shares, seed + 1), 20).keep_busy(32, seconds / 2)
             alone, among = Client(stub, Requests({"text": 1}, seed + 2), 10), Client(stub, Requests(shares, seed + 3), 10)
             await alone.arrive(0.1 * load * capacity, seconds, seed)
             await among.arrive(load * capacity, seconds, seed)

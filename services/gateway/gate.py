@@ -79,15 +79,17 @@ class Gate:
         """
         if tenant.max_requests and sum(ticket.tenant.name == tenant.name for ticket in self.inside) >= tenant.max_requests:
             raise self._busy("TENANT_LIMIT", tenant, kind, now)
-        crowd, limit = self._crowd(kind)
-        coming = sum(count for (_, other), count in self.arriving.items() if kind < Class.IMAGE or other >= Class.IMAGE)
-        if self.queue or self.budgets.full:
-            if len(crowd) + coming >= limit and self._longest([*(w.tenant for w in crowd), tenant]) == tenant.name:
+        busy = bool(self.queue) or self.budgets.full
+        for crowd, limit, coming in self._crowds(kind):
+            if busy:
+                full = len(crowd) + coming >= limit and self._longest([*(w.tenant for w in crowd), tenant]) == tenant.name
+            else:
+                full = coming >= max(limit, _LEAST_COMING)
+            if full:
                 raise self._busy("QUEUE_FULL", tenant, kind, now)
-            if (wait := self._wait(tenant, kind, now)) and _DOUBT * wait + self.paces[kind].least > seconds:
-                raise self._busy("WAIT_TOO_LONG", tenant, kind, now)
-        elif coming >= max(limit, _LEAST_COMING):
-            raise self._busy("QUEUE_FULL", tenant, kind, now)
+        wait = self._wait(tenant, kind, now)
+        if busy and wait and _DOUBT * wait + self.paces[kind].least > seconds:
+            raise self._busy("WAIT_TOO_LONG", tenant, kind, now)
         self.arriving[tenant.name, kind] += 1
 
     def arrived(self, tenant: Tenant, kind: Class) -> None:
@@ -116,14 +118,16 @@ class Gate:
         self.paces[ticket.kind].waits(now)
         if now + _DOUBT * wait + self.paces[ticket.kind].takes(ticket.cost.price) > ticket.deadline:
             raise self._turn_away(ticket, "WAIT_TOO_LONG", now)
-        crowd, limit = self._crowd(ticket.kind)
-        if len(crowd) > limit:
-            longest = self._longest([waiting.tenant for waiting in crowd])
-            last = [waiting for waiting in crowd if waiting.tenant.name == longest][-1]
-            refusal = self._turn_away(last, "QUEUE_FULL", now)
-            if last is ticket:
-                raise refusal
-            as_ticket(last).settle(refusal)
+        for crowd, limit, _ in self._crowds(ticket.kind):
+            if len(crowd) > limit:
+                longest = self._longest([waiting.tenant for waiting in crowd])
+                last = [waiting for waiting in crowd if waiting.tenant.name == longest][-1]
+                refusal = self._turn_away(last, "QUEUE_FULL", now)
+                if last is ticket:
+                    raise refusal
+                as_ticket(last).settle(refusal)
+                self.let_in(now)  # it may have kept others back
+                break  # one place was missing
 
     def leave(self, ticket: Ticket, now: float, *, answered: bool = False) -> None:
         """It waits no more, or is over; nothing of it stays. Does no harm when repeated."""
@@ -261,13 +265,16 @@ class Gate:
         ahead = sum(other.kind is kind for other in self.queue.of(tenant)) + self.arriving[tenant.name, kind]
         return ahead * (self.paces[kind].seconds_each(now) or 0.0) / self.queue.share(tenant)
 
-    def _crowd(self, kind: Class) -> tuple[list[Waiting], int]:
-        """Those that a request of this class competes with for a place in the queue, in order of arrival, and the places."""
-        limit = self.limits.max_queued
-        if kind < Class.IMAGE:
-            return sorted(self.queue, key=lambda w: w.number), limit
-        media = [waiting for waiting in self.queue if waiting.kind >= Class.IMAGE]
-        return sorted(media, key=lambda w: w.number), limit - limit // 4
+    def _crowds(self, kind: Class) -> list[tuple[list[Waiting], int, int]]:
+        """Those that a request of this class competes with for places in the queue, in order of arrival: the media, for one of
+        them, and everybody. With the places that there are, and how many are being looked at."""
+        limit, everybody = self.limits.max_queued, sorted(self.queue, key=lambda waiting: waiting.number)
+        crowds = [(everybody, limit, sum(self.arriving.values()))]
+        if kind >= Class.IMAGE:
+            media = [waiting for waiting in everybody if waiting.kind >= Class.IMAGE]
+            coming = sum(count for (_, other), count in self.arriving.items() if other >= Class.IMAGE)
+            crowds.insert(0, (media, limit - limit // 4, coming))
+        return crowds
 
     @staticmethod
     def _longest(tenants: Sequence[Tenant]) -> str:

@@ -419,8 +419,8 @@ class GateMachine(RuleBasedStateMachine):
         self.let_in()
 
     @rule(
-        tenant=st.sampled_from(TENANTS), kind=st.sampled_from(Class), tokens=st.integers(1, 40), answer=st.integers(0, 40),
-        answers=st.integers(1, 3), patches=st.integers(0, 60), media_bytes=st.integers(0, 40), priority=st.integers(-1, 1),
+        tenant=st.sampled_from(TENANTS), kind=st.sampled_from(Class), tokens=st.integers(1, 24), answer=st.integers(0, 8),
+        answers=st.integers(1, 2), patches=st.integers(0, 60), media_bytes=st.integers(0, 40), priority=st.integers(-1, 1),
         seconds=st.sampled_from([1.0, 10.0, 1e6]), prefer=st.booleans(),
     )  # fmt: skip
     def ask(self, tenant: Tenant, kind: Class, priority: int, seconds: float, prefer: bool, **figures: Any) -> None:
@@ -445,6 +445,19 @@ class GateMachine(RuleBasedStateMachine):
             self.gate.enter(ticket, self.now)
         except (Busy, NeverFits, NoPool):
             assert ticket not in self.gate.inside and not self.told.pop(ticket)
+
+    @rule(tenant=st.sampled_from(TENANTS[:2]), count=st.integers(1, 8), kind=st.sampled_from([Class.SHORT_TEXT, Class.LONG_TEXT]))
+    def stream(self, tenant: Tenant, count: int, kind: Class) -> None:
+        """Small texts, each of which comes as an earlier one ends: what may pass a large request again and again."""
+        for _ in range(count):
+            self.ask(
+                tenant=tenant, kind=kind, tokens=2, answer=0, answers=1, patches=0, media_bytes=0, priority=0, seconds=1e6,
+                prefer=False,
+            )  # fmt: skip
+            small = [ticket for ticket in self.gate.inside if ticket.reservation and ticket.cost.tokens <= 2]
+            if len(small) > 1:
+                self.watch(lambda: self.gate.leave(small[0], self.now, answered=True))  # noqa: B023
+                self.gate.check_integrity()
 
     @precondition(lambda self: self.gate.inside)
     @rule(which=st.integers(0, 100), answered=st.booleans(), used=st.integers(0, 40))
