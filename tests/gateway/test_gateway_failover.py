@@ -345,7 +345,7 @@ async def test_several_answers_side_by_side(qwen: Path) -> None:
         requests = [ask("x", max_tokens=160, n=n) for n in (1, 3)]
         asked = [gateway_pb2.EstimateTokensRequest(messages=r.messages, sampling=r.sampling) for r in requests]
         one, three = [(await f.stub.EstimateTokens(request)).cost.kv_blocks for request in asked]
-        assert three == one + 20  # ten blocks for each answer
+        assert three >= one + 20  # ten blocks at least for each answer
         await f.idle()
 
 
