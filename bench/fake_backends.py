@@ -16,7 +16,8 @@ import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.channel import MESSAGE_OPTIONS, open_channel
+from services.common.channel import open_channel
+from services.common.server import SERVER_OPTIONS
 from triptych.common.v1 import usage_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
@@ -100,7 +101,7 @@ class FixedEncoder(encoder_pb2_grpc.EncoderServiceServicer):
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    server = grpc.aio.server(options=MESSAGE_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     if args.kind == "llm":
         llm = FixedLlm(args.places, (args.text[0], args.text[1]), (args.media[0], args.media[1]))
         llm_pb2_grpc.add_LlmServiceServicer_to_server(llm, server)

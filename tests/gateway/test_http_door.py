@@ -201,7 +201,9 @@ async def test_a_bug_is_opaque(llava: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.asyncio
 async def test_a_failure_in_mid_stream_is_an_event_and_no_end(llava: Path) -> None:
     async with door(llava) as (s, client, http):
-        s.llm.script = script(llava, "so far", ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the model is full", retry_delay=1))
+        s.llm.script = script(
+            llava, "so far", ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the model is full", retry_delay=1)
+        )
         stream = await client.chat.completions.create(model="default", messages=HI, stream=True)
         with pytest.raises(openai.APIError, match="the model is full"):
             async for _ in stream:
