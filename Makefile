@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# processes that run tests; each takes a core and up to 6 GB, and a file's tests stay together, as they share a stack
+WORKERS ?= 2
 
 .PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-failover bench-gateway bench-incumbents bench-preprocess bench-transport help
 help:  ## list the targets
@@ -24,7 +26,7 @@ test: $(READY)  ## lint, types, stubs, then every test that is not slow
 	@$(BIN)/mypy
 	@$(BIN)/python scripts/generate_protos.py --check
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m 'not slow'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile
 
 test-slow: $(READY)  ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow
