@@ -2,6 +2,8 @@
 #   docker build -f deploy/encoder.Dockerfile -t triptych-encoder .
 FROM python:3.11-slim
 
+# kernels for CPUs are compiled at the first start
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 triptych
 WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
