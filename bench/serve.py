@@ -181,8 +181,8 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, int]]]
         yield args.base_url or args.grpc, dict((name, int(pid)) for name, _, pid in (p.partition("=") for p in args.pid))
         return
     flags = [*(["--model", args.model] if args.model else []), *args.flag]
-    with local_stack(*flags, "--http-port", "0", quiet=True) as stack:
-        yield (f"http://{stack.http}/v1" if args.door == "http" else stack.address), services_under(stack.process.pid)
+    with local_stack(*flags, quiet=True) as stack:
+        yield (f"http://{stack.http_address}/v1" if args.door == "http" else stack.address), services_under(stack.process.pid)
 
 
 def main(argv: list[str] | None = None) -> int:
