@@ -18,12 +18,12 @@ _RECONNECT = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 1_000),
 ]
-# A machine that is gone closes no connection: a call to it fails when a ping has had no answer, two seconds later at most.
-# Threads of gRPC's own answer pings, so a service that computes is not taken for one that is gone.
+# A process that dies closes its connections, which is known at once. A machine that is gone closes none: a call to it fails when a
+# ping has had no answer, twenty seconds later at most. Were it less, one that stands still for a while would be taken for gone.
 _KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 500),
-    ("grpc.keepalive_timeout_ms", 1_500),
-    ("grpc.http2.ping_timeout_ms", 1_500),  # a minute by default, whatever the timeout above
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 18_000),
+    ("grpc.http2.ping_timeout_ms", 18_000),  # a minute by default, whatever the timeout above
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _CHANNEL_OPTIONS = [

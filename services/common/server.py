@@ -26,7 +26,7 @@ from services.common.interceptor import ServiceInterceptor
 logger = logging.getLogger(__name__)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-# Services ping each other twice a second; without the first option a server calls that abuse and closes the connection.
+# Services ping each other every other second; without the first option a server calls that abuse and closes the connection.
 SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 250),
     ("grpc.keepalive_permit_without_calls", 1),

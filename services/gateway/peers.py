@@ -25,7 +25,7 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
-POLL_TIMEOUT = 2.0  # seconds
+POLL_TIMEOUT = 5.0  # seconds; a machine may stand still for some
 
 
 class BackendLost(ServiceError):
