@@ -18,8 +18,8 @@ _RECONNECT = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 1_000),
 ]
-# A process that dies closes its connections, which is known at once. A machine that is gone closes none: a call to it fails when a
-# ping has had no answer, twenty seconds later at most. Were it less, one that stands still for a while would be taken for gone.
+# A process that dies closes its connections, which is known at once. A machine that is gone closes none: a call to it fails when
+# a ping has had no answer, twenty seconds later at most. Were it less, one that stands still for a while would be taken for gone.
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 18_000),

@@ -10,8 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.common import channel as channel_module
 from services.common.channel import open_channel
 from services.common.server import SERVER_OPTIONS
+
+QUICK = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 1_500, "grpc.http2.ping_timeout_ms": 1_500}
 
 
 @pytest.mark.asyncio
@@ -62,7 +65,11 @@ class Network:
 
 
 @pytest.mark.asyncio
-async def test_a_peer_that_falls_silent_is_found_out_and_one_that_only_waits_is_not() -> None:
+async def test_a_peer_that_falls_silent_is_found_out_and_one_that_only_waits_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [(name, QUICK.get(name, value)) for name, value in channel_module._CHANNEL_OPTIONS]
+    assert set(QUICK) < {name for name, _ in options}
+    monkeypatch.setattr(channel_module, "_CHANNEL_OPTIONS", options)
+
     async def quiet(request: bytes, context: Any) -> Any:
         yield b"begun"
         await asyncio.Event().wait()
