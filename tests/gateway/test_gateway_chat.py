@@ -301,6 +301,7 @@ async def test_readiness_follows_the_backends(qwen: Path) -> None:
         assert not s.service.backends.ready
         s.llm.load.model_fingerprint = open_checkpoint(str(qwen)).fingerprint
         await until(lambda: s.readiness.ready and s.service.backends.ready)
+        assert s.service._poller is not None and s.service._poller.cancel()  # else it is ready again at the next poll
         s.service.backends.encoders[0].ready = False
         with refused(CODE.UNAVAILABLE, "no encoder") as errors:
             await answer(s, ask("x", picture()))
