@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from services.models.wire import varint
 from triptych.common.v1 import tensor_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
@@ -41,7 +42,7 @@ def to_bytes(message: encoder_pb2.FetchResponse | Sent) -> bytes:
         return message.SerializeToString()
     front, size = b"", len(message.data)
     for tag in _PATH:
-        front = tag + _varint(size) + front
+        front = tag + varint(size) + front
         size = len(message.data) + len(front)
     return b"".join((message.response.SerializeToString(), front, message.data))
 
@@ -54,11 +55,3 @@ def add_to_server(servicer: encoder_pb2_grpc.EncoderServiceServicer, server: grp
     name = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
     encoder_pb2_grpc.add_EncoderServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(name, {"Fetch": fetch})
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*out, value))

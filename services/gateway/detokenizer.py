@@ -15,6 +15,8 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
+from services.gateway.token_text import BYTE_OF_LETTER
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -138,7 +140,7 @@ class _TokenBytes(dict[int, bytes]):
     def __missing__(self, token: int) -> bytes:
         text = self._tokenizer.id_to_token(token) or ""
         try:
-            self[token] = bytes(_BYTES[letter] for letter in text)
+            self[token] = bytes(BYTE_OF_LETTER[letter] for letter in text)
         except KeyError:  # an added token, which stands for its own letters
             self[token] = text.encode()
         return self[token]
@@ -159,14 +161,6 @@ class _OpenTokens(dict[int, bool]):
         return self[token]
 
 
-def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in a byte-level vocabulary: itself if printable, else the next from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
 _token_bytes, _open_tokens = lru_cache(4)(_TokenBytes), lru_cache(4)(_OpenTokens)  # a process serves one model
 
 

@@ -11,6 +11,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"  # how SentencePiece spells it
 
 
+def _bytes_of_letters() -> dict[str, int]:
+    """Byte by the letter that stands for it (GPT-2's ``bytes_to_unicode``): printable ones for themselves, others from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _bytes_of_letters()
+
+
 class TokenTexts:
     """Looks tokens up, each once.
 
@@ -21,7 +31,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
-        self._byte_of = _bytes_of_letters() if _is_byte_level(tokenizer) else None
+        self._byte_of = BYTE_OF_LETTER if _is_byte_level(tokenizer) else None
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def __getitem__(self, token: int) -> tuple[str, bytes]:
@@ -47,10 +57,3 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether words of the vocabulary are bytes, spelled by letters."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     return any(decoder["type"] == "ByteLevel" for decoder in (state, *state.get("decoders", ())) if "type" in decoder)
-
-
-def _bytes_of_letters() -> dict[str, int]:
-    """Byte by the letter that stands for it (GPT-2's ``bytes_to_unicode``): printable ones for themselves, others from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.models.wire import varint
 from triptych.common.v1 import tensor_pb2
 from triptych.encoder.v1 import encoder_pb2
 
@@ -61,7 +62,7 @@ def _cut(message: bytes, at: int, end: int, depth: int) -> tuple[bytes, int, int
                     return message[begin:field] + message[stop:end], at, stop
                 if (inner := _cut(message, at, stop, depth + 1)) is not None:
                     rest, first, last = inner
-                    return message[begin:field] + _varint(tag) + _varint(len(rest)) + rest + message[stop:end], first, last
+                    return message[begin:field] + varint(tag) + varint(len(rest)) + rest + message[stop:end], first, last
             at = stop
         elif tag & 7 == 0:
             _, at = _number(message, at)
@@ -83,11 +84,3 @@ def _number(message: bytes, at: int) -> tuple[int, int]:
             return value, at
         if shift > 63:
             raise ValueError("a number has no end")
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*out, value))

@@ -86,3 +86,12 @@ def from_chunk(chunk: tensor_pb2.TensorChunk, data: memoryview | None = None) ->
     if not data:
         return torch.empty(rows, hidden, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).view(rows, hidden)
+
+
+def varint(value: int) -> bytes:
+    """A number as protobuf writes lengths and tags: seven bits a byte, the lowest first."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*out, value))
