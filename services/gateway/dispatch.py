@@ -15,6 +15,7 @@ import grpc
 
 from services.common import logs
 from services.common.errors import ServiceError
+from services.gateway import metrics
 from services.gateway.admission import Ledger, Pool, Reservation
 from services.gateway.answers import Answers, Delta, Ended
 from services.gateway.backends import Backends
@@ -159,4 +160,5 @@ class Dispatcher:
         logs.event(
             logger, "language model lost, another goes on", logging.WARNING, lost=held.pool.name, other=others[0], **fields
         )
+        metrics.failovers.labels("llm").inc()
         self._ledger.move(held, others[0])
