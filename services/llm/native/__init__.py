@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.llm.native.layer import replace_decoder_layers
 from services.llm.native.linear import speed_up
 from services.llm.native.norm import replace_norms
 
 
 def replace_layers(model: Any, decoder: Any) -> int:
-    """Let a decoder's linear layers and norms run natively where that is faster; returns bytes of weights held besides."""
+    """Let a decoder's layers run natively where their results stay and that is faster; returns bytes of weights held besides."""
+    replace_decoder_layers(decoder)
     replaced = speed_up(model, decoder)
     replace_norms(decoder)
     return replaced.added_bytes
