@@ -61,13 +61,12 @@ class NativeLayer(nn.Module):
         super().__init__()
         if not _has_shape(layer):
             raise Unavailable("the layer is built of other parts")
-        attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
-        assert attention is not None and mlp is not None
+        attention, mlp = _part(layer, "self_attn"), _part(layer, "mlp")
         query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
         self.o_proj, self.down_proj = attention.o_proj, mlp.down_proj
         self.qkv_proj = _joined(query, key, value)
         self.gate_up_proj = _joined(mlp.gate_proj, mlp.up_proj)
-        self.before, self.after = _native(layer.input_layernorm), _native(layer.post_attention_layernorm)
+        self.before, self.after = _native(_part(layer, "input_layernorm")), _native(_part(layer, "post_attention_layernorm"))
         self.query = _native(attention.q_norm) if "q_norm" in attention._modules else None
         self.key = _native(attention.k_norm) if "k_norm" in attention._modules else None
         dtype, width, inner, head_dim = query.weight.dtype, query.in_features, mlp.down_proj.in_features, attention.head_dim
@@ -181,8 +180,7 @@ def _stand_in(layer: nn.Module) -> NativeLayer | None:
     """The native layer with a layer's results; None where there is none."""
     if not _has_shape(layer):
         return None
-    attention = layer._modules["self_attn"]
-    assert attention is not None
+    attention = _part(layer, "self_attn")
     query, dtype = attention.q_proj, attention.q_proj.weight.dtype
     # positions far beyond a context, should their size matter elsewhere than in the angles
     positions = torch.tensor([[0, 1, 77, 4001, 300_000]])
@@ -228,8 +226,7 @@ def _has_shape(layer: nn.Module) -> bool:
     """Whether a layer has the parts of Llama's, no others, and nobody watches them."""
     if layer._modules.keys() != _PARTS:
         return False
-    attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
-    assert attention is not None and mlp is not None
+    attention, mlp = _part(layer, "self_attn"), _part(layer, "mlp")
     names = attention._modules.keys()
     if names not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS) or mlp._modules.keys() != _MLP_PARTS:
         return False
@@ -237,10 +234,10 @@ def _has_shape(layer: nn.Module) -> bool:
         return False
     if any(module._parameters or module._buffers for module in (layer, attention, mlp)):
         return False
-    linears = [attention._modules[name] for name in _ATTENTION_PARTS] + [mlp._modules[name] for name in _MLP_PARTS - {"act_fn"}]
+    linears = [_part(attention, name) for name in _ATTENTION_PARTS] + [_part(mlp, name) for name in _MLP_PARTS - {"act_fn"}]
     if any(type(linear) is not nn.Linear for linear in linears):
         return False
-    weights = [linear.weight for linear in linears if linear is not None]
+    weights = [linear.weight for linear in linears]
     head_dim = getattr(attention, "head_dim", 0)
     return (
         isinstance(head_dim, int)
@@ -252,15 +249,19 @@ def _has_shape(layer: nn.Module) -> bool:
     )
 
 
+def _part(module: nn.Module, name: str) -> Any:
+    return module._modules[name]
+
+
 def _joined(*linears: nn.Linear) -> nn.Linear:
     """One linear layer whose results are those of several, side by side."""
-    biases = [linear.bias for linear in linears]
-    if len({bias is None for bias in biases}) > 1:
+    biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    if len(biases) not in (0, len(linears)):
         raise Unavailable("some products have a bias, others have none")
     outs = sum(linear.out_features for linear in linears)
-    joined = nn.Linear(linears[0].in_features, outs, bias=biases[0] is not None, device="meta")
+    joined = nn.Linear(linears[0].in_features, outs, bias=bool(biases), device="meta")
     joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
-    if biases[0] is not None:
+    if biases:
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return joined.eval()
 
@@ -279,7 +280,7 @@ def _norm(norm: NativeNorm | None) -> _Norm:
 def _activation(function: Any, dtype: torch.dtype) -> int:
     """The kernel's number for a gate's function."""
     x = torch.linspace(-8, 8, 33).to(dtype)
-    for number, known in enumerate((F.silu, lambda x: F.gelu(x, approximate="tanh"))):
-        if torch.equal(function(x), known(x)):
+    for number, known in enumerate((F.silu(x), F.gelu(x, approximate="tanh"))):
+        if torch.equal(function(x), known):
             return number
     raise Unavailable("it has another activation")
