@@ -27,6 +27,10 @@ _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative: a few roun
 class NativeNorm(nn.Module):
     """An RMS norm with the same weight, which must stay where it is. The replaced module serves large inputs.
 
+    Attributes:
+        epsilon: added to the mean square.
+        add_one: 1 where the factors are ``1 + weight``, else 0.
+
     Raises:
         Unavailable: the kernel cannot be built, or does not take this weight.
     """
@@ -45,7 +49,7 @@ class NativeNorm(nn.Module):
             *(ctypes.c_float, ctypes.c_int),
         )
         self._width, self._dtype, self._address = len(weight), weight.dtype, weight.data_ptr()
-        self._epsilon, self._add_one = epsilon, int(add_one)
+        self.epsilon, self.add_one = epsilon, int(add_one)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -64,7 +68,7 @@ class NativeNorm(nn.Module):
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         y = torch.empty(x.shape, dtype=x.dtype)
-        self._function(flat.data_ptr(), flat.stride(0), self._address, y.data_ptr(), rows, width, self._epsilon, self._add_one)
+        self._function(flat.data_ptr(), flat.stride(0), self._address, y.data_ptr(), rows, width, self.epsilon, self.add_one)
         return y
 
 
@@ -74,7 +78,7 @@ def replace_norms(decoder: nn.Module) -> int:
     replaced = 0
     for parent in [module for module in decoder.modules() if not isinstance(module, NativeNorm)]:
         for name, norm in list(parent.named_children()):
-            native = _stand_in(norm)
+            native = stand_in(norm)
             if native is not None:
                 setattr(parent, name, native)
                 replaced += 1
@@ -82,7 +86,7 @@ def replace_norms(decoder: nn.Module) -> int:
     return replaced
 
 
-def _stand_in(norm: nn.Module) -> NativeNorm | None:
+def stand_in(norm: nn.Module) -> NativeNorm | None:
     """The native norm with a module's results; None where there is none."""
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)

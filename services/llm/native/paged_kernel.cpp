@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "functions.h"
 #include "vectors.h"
 
 namespace {
@@ -21,24 +22,6 @@ constexpr int kTile = 32;       // keys handled between two updates of the runni
 constexpr float kNever = -1e30f;  // score of a key that a query must not see; finite, so differences of it stay numbers
 constexpr int kFew = 4;  // query vectors up to which keys are not turned
 constexpr int kQueryVectors = 32;  // query vectors (queries x heads that share keys) that go over a tile together
-
-// e^x for x <= 0 to about 1e-7; below e^-87 the result is 0, NaN stays NaN.
-inline Vec exp_negative(Vec x) {
-  const IntVec tiny = x < -87.0f;
-  x = tiny ? broadcast(-87.0f) : x;
-  const Vec shifted = x * 1.44269504f + 12582912.0f;                 // 1.5 * 2^23: rounds to an integer in the low bits
-  const Vec n = shifted - 12582912.0f;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;         // ln 2 in two parts
-  Vec p = broadcast(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const IntVec scaled = (IntVec)p + (((IntVec)shifted - 0x4b400000) << 23);
-  return tiny ? Vec{} : (Vec)scaled;
-}
 
 // cap * tanh(x / cap)
 inline Vec soft_cap(Vec x, float cap) {
