@@ -136,7 +136,10 @@ class Fetcher:
         ):
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in headers:
-                return urljoin(target.url, headers[b"location"].decode("latin-1"))
+                try:
+                    return urljoin(target.url, headers[b"location"].decode("latin-1"))
+                except ValueError:
+                    raise UrlRefused("a redirect to no URL") from None
             if response.status != 200:
                 text = f"its server answered with status {response.status}; look at the URL, or send the file's bytes"
                 raise invalid(field, text, reason="URL_FAILED", status=response.status)

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
-
 from services.common.errors import ServiceError, invalid
 from services.common.salts import check_salt
 from services.gateway.config import GatewayConfig
@@ -63,10 +61,7 @@ class Validator:
         Raises:
             ServiceError: NOT_FOUND for another model's name, else INVALID_ARGUMENT.
         """
-        if not self._model.is_called(request.model):
-            text = f"model: there is no model {request.model[:64]!r}; served is {self._model.name!r}, also called 'default'"
-            served = {"served": self._model.name}
-            raise ServiceError(grpc.StatusCode.NOT_FOUND, text, field="model", reason="MODEL_NOT_FOUND", metadata=served)
+        self._model.check_called(request.model)
         self._check_counts(request.messages)
         messages = tuple(self._message(message, f"messages[{i}]") for i, message in enumerate(request.messages))
         self._check_totals(messages)

@@ -242,6 +242,9 @@ async def test_a_deadline_ends_the_request(llava: Path) -> None:
         for wrong in ("soon", "-1", "nan"):
             reply = await http.post(CHAT, json={"messages": HI}, headers={"x-request-timeout": wrong})
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_header")
+        for path, body in (("/v1/estimate", {"messages": HI}), ("/tokenize", {"messages": HI}), ("/tokenize", {"prompt": "x"})):
+            for seconds, status in (("soon", 400), ("0.000001", 504)):
+                assert (await http.post(path, json=body, headers={"x-request-timeout": seconds})).status_code == status
         await s.idle()
 
 
@@ -461,8 +464,14 @@ async def test_the_other_routes(qwen: Path) -> None:
         chat = (await http.post("/tokenize", json={"messages": HI})).json()
         assert chat["count"] == len(chat["tokens"]) and chat["token_strs"] is None
         assert chat["count"] == (await http.post("/v1/estimate", json={"messages": HI})).json()["usage"]["prompt_tokens"]
-        for wrong in ({}, {"prompt": "x", "messages": HI}, {"prompt": 5}, {"prompt": "x", "text": "y"}):
+        for wrong in (
+            {}, {"prompt": "x", "messages": HI}, {"prompt": 5}, {"prompt": "x", "text": "y"}, {"prompt": "x", "model": 5},
+            {"messages": HI, "add_special_tokens": True},
+        ):  # fmt: skip
             assert (await http.post("/tokenize", json=wrong)).status_code == 400
+        for shown in ({"prompt": "x"}, {"messages": HI}):
+            other = await http.post("/tokenize", json={**shown, "model": "gpt-5"})
+            assert (other.status_code, other.json()["error"]["param"]) == (404, "model")
 
         assert (await http.get("/health")).json() == {"status": "ok"}
         metrics = await http.get("/metrics")
