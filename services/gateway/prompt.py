@@ -50,11 +50,6 @@ class Prompt:
     fetch_seconds: float = 0.0
 
     @property
-    def patches(self) -> int:
-        """Patches that go through the encoder's towers."""
-        return sum(item.plan.patches for item in self.items)
-
-    @property
     def media_bytes(self) -> int:
         """Bytes of all items."""
         return sum(len(item.data) for item in self.items)
@@ -123,7 +118,6 @@ class PromptMaker:
             raise invalid(field, text, reason="VIDEO_TOO_LONG", limit=limit, requested=f"{seconds:.1f}")
 
     def _check_frames(self, field: str, clip: Clip, frames: int) -> None:
-        """Before anything is decoded."""
         limit = self._config.max_video_frames
         if frames > limit:
             text = f"{frames} frames of the video are to be looked at, the limit is {limit}; send a shorter one"

@@ -66,7 +66,8 @@ class Validator:
         messages = tuple(self._message(message, f"messages[{i}]") for i, message in enumerate(request.messages))
         self._check_totals(messages)
         sampling = read_sampling(request.sampling, self._model.checkpoint.generation, self._model.vocab_size)
-        return Conversation(messages, sampling, _salt(request))
+        check_salt(request.cache_salt)
+        return Conversation(messages, sampling, request.cache_salt)
 
     def _check_counts(self, messages: Sequence[gateway_pb2.Message]) -> None:
         if not messages:
@@ -128,11 +129,6 @@ class Validator:
         if look.min_pixels and look.max_pixels and look.min_pixels > look.max_pixels:
             raise invalid(f"{field}.min_pixels", f"must be at most max_pixels = {look.max_pixels}, got {look.min_pixels}")
         return look
-
-
-def _salt(request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> str:
-    check_salt(request.cache_salt)
-    return request.cache_salt
 
 
 def _over(field: str, count: int, limit: int, what: str) -> ServiceError:

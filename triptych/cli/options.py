@@ -33,7 +33,7 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             dest="media",
             action="append",
-            type=partial(_item, modality),
+            type=partial(lambda modality, source: (modality, source), modality),
             help=f"{modality} file or URL; may be repeated",
         )
     parser.add_argument(
@@ -55,7 +55,3 @@ def messages(args: argparse.Namespace) -> list[content.Message]:
     question = [] if args.question is None else [args.question]
     instructions = [] if args.system is None else [content.system(args.system)]
     return [*instructions, content.user(*media, *question)]
-
-
-def _item(modality: str, source: str) -> tuple[str, str]:
-    return modality, source
