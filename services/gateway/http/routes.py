@@ -88,10 +88,9 @@ class Routes:
     async def _estimate(self, exchange: Exchange, body: Value) -> None:
         asked = await exchange.aside(read_chat_body, body)
         del body
-        request = await exchange.aside(asked.estimate)
         async with asyncio.timeout(time_left(_context(exchange))):
             with _in_the_client_s_words(asked.paths):
-                estimate = await self._servicer.EstimateTokens(request, _context(exchange))
+                estimate = await self._servicer.EstimateTokens(asked.request, _context(exchange))
         await exchange.reply_json(_estimate_json(estimate, asked))
 
     async def _tokenize(self, exchange: Exchange, body: Value) -> None:
