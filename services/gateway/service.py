@@ -87,7 +87,7 @@ class GatewayService:
 
     def _http_server(self, model: ServedModel, config: GatewayConfig, chat: Chat) -> HttpServer:
         routes = Routes(model, chat, self._servicer, config.max_text_bytes, lambda: self.backends.ready)
-        door = Door(routes.table, routes.check_caller, config.max_http_body_bytes, HTTP_STALL_SECONDS)
+        door = Door(routes.table, routes.check_caller, config.max_http_body_bytes, config.max_media_bytes, HTTP_STALL_SECONDS)
         return HttpServer(door, config.host, config.http_port)
 
     async def _keep_polling(self, readiness: Readiness) -> None:

@@ -307,6 +307,25 @@ async def test_bodies_have_a_limit(llava: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_all_bodies_together_have_a_limit_and_small_ones_pass(llava: Path) -> None:
+    async with door(llava, max_media_bytes=300_000) as (s, _, http):
+        s.llm.gate.clear()
+        large = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "x" * 200_000}]}
+        first = asyncio.create_task(http.post(CHAT, json=large))
+        await until(lambda: s.llm.running == 1)
+        full = await http.post(CHAT, json=large)
+        assert (full.status_code, full.json()["error"]["code"], full.headers["retry-after"]) == (429, "media_full", "1")
+        small = asyncio.create_task(http.post(CHAT, json={"messages": HI}))
+        await until(lambda: s.llm.running == 2)
+        s.llm.gate.set()
+        assert [(await answer).status_code for answer in (first, small)] == [200, 200]
+        assert (await http.post(CHAT, json=large)).status_code == 200
+        longest = {"messages": [{"role": "user", "content": "hi", "name": "x" * 400_000}]}
+        assert (await http.post(CHAT, json=longest)).status_code == 200  # more than all, when nobody else holds any
+        await s.idle()
+
+
+@pytest.mark.asyncio
 async def test_a_caller_that_may_not_is_refused_before_its_body_is_read(llava: Path) -> None:
     async with door(llava) as (s, _, http):
 
