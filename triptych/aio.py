@@ -31,16 +31,6 @@ ResponseT = TypeVar("ResponseT")
 class AsyncStream(StreamBase):
     """As `Stream`, with `async with` and `async for`."""
 
-    def __init__(
-        self,
-        method: grpc.aio.UnaryStreamMultiCallable[gateway_pb2.ChatRequest, gateway_pb2.ChatResponse],
-        request: gateway_pb2.ChatRequest,
-        attempts: Attempts,
-    ) -> None:
-        super().__init__(request, attempts)
-        self._method = method
-        self._call: grpc.aio.UnaryStreamCall[gateway_pb2.ChatRequest, gateway_pb2.ChatResponse] | None = None
-
     async def __aenter__(self) -> Self:
         while True:
             attempts = self._attempts

@@ -1,5 +1,7 @@
 """What both clients share: settings, channel options and the state of a stream. The calls themselves are not here."""
 
+from typing import Any
+
 import grpc
 
 from triptych.answer import Answer, ChatResult
@@ -67,10 +69,10 @@ class ClientBase:
 class StreamBase:
     """One answer on its way."""
 
-    def __init__(self, request: gateway_pb2.ChatRequest, attempts: Attempts) -> None:
-        self._request = request
-        self._attempts = attempts
+    def __init__(self, method: Any, request: gateway_pb2.ChatRequest, attempts: Attempts) -> None:
+        self._method, self._request, self._attempts = method, request, attempts
         self._answer = Answer(attempts.request_id)
+        self._call: Any = None
 
     @property
     def request_id(self) -> str:
