@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 # processes that run tests; each takes a core and up to 6 GB, and a file's tests stay together, as they share a stack
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint protos eval bench-counting bench-encoder bench-engine bench-failover bench-gateway bench-incumbents bench-preprocess bench-serve bench-transport help
+.PHONY: demo test test-slow lint protos eval bench-encoder bench-engine bench-failover bench-gateway bench-incumbents bench-preprocess bench-serve bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -41,9 +41,6 @@ protos: $(READY)  ## write the stubs from protos/
 eval: $(READY)  ## score the embedded model through the running stack
 	@$(BIN)/python -m scripts.embedded.evaluate
 
-bench-counting: $(READY)  ## time counting a picture's tokens on this CPU, from headers, against transformers' processors
-	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.counting
-
 bench-encoder: $(READY)  ## time the encoder on this CPU: packed batches, the first rows of an item, a small one beside it
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.encoder
 
@@ -53,7 +50,7 @@ bench-engine: $(READY)  ## time the engine on this CPU: decode step, bookkeeping
 bench-failover: $(READY)  ## what clients notice while an encoder or a language model is away
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.failover
 
-bench-gateway: $(READY)  ## the gateway under up to ten times the load that its backends can bear: answers in time, refusals, fairness
+bench-gateway: $(READY)  ## the gateway under up to ten times the load that its backends can bear: answers in time, refusals, fairness; counting a picture
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.gateway
 
 bench-preprocess: $(READY)  ## time pictures and sounds from bytes to the towers' input, against Pillow and transformers

@@ -1,4 +1,5 @@
 """What it costs to count a picture: probe and layout from the bytes of a JPEG, large and small, against transformers' processor.
+A section of :mod:`bench.gateway`.
 
 Each way starts from the same bytes and ends with token ids: ours by the headers, transformers' by decoding, resizing and writing
 the prompt. One thread, run in turn, round after round; figures are medians of CPU time.
@@ -6,12 +7,8 @@ the prompt. One thread, run in turn, round after round; figures are medians of C
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from bench.measure import Cost, cost_of, host_facts, interleave, median, table, write_figures
+from bench.measure import Cost, cost_of, interleave, median
 from bench.preprocess import photo
 from scripts.make_checkpoint import main as make_checkpoint
 from services.gateway.probe import probe_image
@@ -27,10 +24,9 @@ from services.models.checkpoint import open_checkpoint
 from services.models.hf import transformers
 from services.models.layout import PromptLayout, Turn
 
-EXAMPLES = """examples:
-  OMP_NUM_THREADS=1 python -m bench.counting
-  OMP_NUM_THREADS=1 python -m bench.counting --families llava_next --rounds 21 --json build/counting.json
-"""
+FAMILIES = ("qwen2_vl", "llava_next", "idefics3")
+CHECKPOINTS = Path("build/checkpoints")  # tiny ones, made when they are missing
+ROUNDS = 9
 SIZES = ((100, 100), (4000, 3000))
 QUESTION = "what is it?"
 TIMES = 20  # of ours, which is too short for the clock once
@@ -96,37 +92,14 @@ def measure(family: str, path: Path, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run what was asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.counting",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--families", nargs="+", default=["qwen2_vl", "llava_next", "idefics3"], help="default: %(default)s")
-    add("--rounds", type=int, default=9, help="measured rounds, at least 5 (default %(default)s)")
-    add("--checkpoints", type=Path, default=Path("build/checkpoints"), help="folder for tiny checkpoints (default %(default)s)")
-    add("--json", type=Path, help="also write every figure here")
-    options = parser.parse_args(arguments)
-    if options.rounds < 5:
-        parser.error(f"--rounds must be at least 5 for a median that means something, got {options.rounds}")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+def counting() -> list[dict[str, Any]]:
+    """A row for each family, size and way."""
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    facts = host_facts("bench.counting")
-    print(json.dumps(facts, indent=1))
     rows = []
-    for family in options.families:
-        path = options.checkpoints / family
+    for family in FAMILIES:
+        path = CHECKPOINTS / family
         if not path.is_dir():
             make_checkpoint(["--family", family, "--out", str(path), "--seed", "11"])
-        rows += measure(family, path, options.rounds)
-    print(f"\ncounting\n{table(rows)}", flush=True)
-    if options.json:
-        write_figures(options.json, facts, counting=rows)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        rows += measure(family, path, ROUNDS)
+    return rows

@@ -1,12 +1,13 @@
-"""The gateway under more load than its backends can bear: ``python -m bench.gateway``.
+"""The gateway: under more load than its backends can bear, and counting a picture. ``python -m bench.gateway``.
 
-A real gateway process stands between this load generator and backends that take fixed times (:mod:`bench.fake_backends`), all in
-processes of their own. Arrivals are open-loop: Poisson, seeded, sent whether or not earlier ones were answered. An answer counts
-(goodput) where it is complete within its deadline.
+For load, a real gateway process stands between this load generator and backends that take fixed times
+(:mod:`bench.fake_backends`), all in processes of their own. Arrivals are open-loop: Poisson, seeded, sent whether or not earlier
+ones were answered. An answer counts (goodput) where it is complete within its deadline.
 
 Sections:
     overload: answers in time at 2, 5 and 10 times the capacity, and how fast refusals come.
     fairness: how long texts wait for their first token among videos, at twice the capacity.
+    counting: CPU time from a picture's bytes to token ids, by its header and by transformers' processor (:mod:`bench.counting`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 MEDIA = Path(__file__).resolve().parents[1] / "tests/data/media"
 ANSWER_TOKENS = 16
 TARGETS = {2: 0.95, 5: 0.90, 10: 0.80}
-REFUSAL_SECONDS = 0.050
+SECTIONS = ("overload", "fairness", "counting")
 EXAMPLES = """examples:
   python -m bench.gateway
   python -m bench.gateway --sections fairness --seconds 60 --json figures/gateway.json
@@ -241,6 +242,13 @@ async def fairness(seconds: float, seed: int, loads: Sequence[int]) -> list[dict
     return rows
 
 
+def counting() -> list[dict[str, Any]]:
+    """See :mod:`bench.counting`. It brings torch along, which a process that measures other sections' delays has no use for."""
+    from bench.counting import counting
+
+    return counting()
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """The least value that so many of all do not exceed; 0 of none."""
     ordered = sorted(values)
@@ -249,17 +257,22 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; with ``--json`` write too."""
-    sections = {"overload": overload, "fairness": fairness}
     parser = argparse.ArgumentParser(
         prog="bench.gateway", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sections", nargs="+", choices=list(sections), default=list(sections))
-    parser.add_argument("--seconds", type=float, default=30.0, help="of every measurement (default %(default)s)")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of every load (default %(default)s)")
     parser.add_argument("--loads", type=int, nargs="+", default=list(TARGETS), help="multiples of the capacity (default 2 5 10)")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and kinds (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args(argv)
-    figures = {name: uvloop.run(sections[name](args.seconds, args.seed, args.loads)) for name in args.sections}
+    load = args.seconds, args.seed, args.loads
+    sections = {
+        "overload": lambda: uvloop.run(overload(*load)),
+        "fairness": lambda: uvloop.run(fairness(*load)),
+        "counting": counting,
+    }
+    figures = {name: sections[name]() for name in args.sections}
     for name, rows in figures.items():
         print(f"\n{name}\n{table(rows)}")
     if args.json:

@@ -88,7 +88,7 @@ class MediaEstimate:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a request reserves for its whole life."""
+    """What a request reserves; of patches and prefill, what is not known to be there already."""
 
     encoder_patches: int
     prefill_tokens: int

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from services.common.errors import unavailable
 from services.gateway.addresses import Directory
 from services.gateway.peers import BackendLost, Encoder, LanguageModel
-from services.gateway.prefix_affinity import PrefixAffinity, chain
+from services.gateway.prefix_affinity import PrefixAffinity
 from services.gateway.prompt import Item, Prompt
 from services.gateway.routing import Load, order_encoders, order_llms
 
@@ -101,10 +101,16 @@ class Backends:
         holding = [address for address, encoder in usable.items() if encoder.held[item.digest]]
         return usable[order_encoders(item.digest, loads, holding)[0]]
 
-    def llms_for(self, keys: Sequence[bytes], avoid: Collection[str] = ()) -> list[str]:
-        """Addresses of the language models that are ready, for a prompt of these keys: best first, those of ``avoid`` last."""
+    def llms_for(self, prompt: Prompt, avoid: Collection[str] = ()) -> list[str]:
+        """Addresses of the language models that are ready: the best for a prompt first, those of ``avoid`` last."""
         loads = {llm.address: Load(llm.pending, llm.served) for llm in self.llm_fleet.ready}
-        return sorted(order_llms(loads, self._affinity.matched(keys)), key=lambda address: address in avoid)
+        return sorted(order_llms(loads, self._affinity.matched(prompt.beginnings)), key=lambda address: address in avoid)
+
+    def cached_tokens(self, prompt: Prompt) -> dict[str, int]:
+        """How many tokens of a prompt each language model should have in its prefix cache, as far as it uses one: by its own
+        count, it has looked something up there."""
+        read = self._affinity.matched(prompt.beginnings)
+        return {llm.address: read.get(llm.address, 0) for llm in self.llm_fleet.ready if llm.load.prefix_query_tokens}
 
     def llm(self, address: str) -> LanguageModel:
         """The language model there.
@@ -121,16 +127,10 @@ class Backends:
         if (encoder := self.encoder_fleet.members.get(address)) is not None:
             encoder.eject()
 
-    def note_sent(self, keys: Sequence[bytes], llm: str) -> None:
-        """A prompt of these keys was sent to a language model: what begins like it is best sent there, too."""
-        self._affinity.note(keys, llm)
+    def note_sent(self, prompt: Prompt, llm: LanguageModel) -> None:
+        """A prompt was sent to a language model: what begins like it is best sent there, too."""
+        self._affinity.note(prompt.beginnings, llm.address, llm.load.total_blocks * llm.load.block_size)
 
     async def close(self) -> None:
         """Close every channel."""
         await asyncio.gather(self.encoder_fleet.close(), self.llm_fleet.close())
-
-
-def prompt_keys(prompt: Prompt) -> list[bytes]:
-    """Names a prompt's beginnings, its media included."""
-    media = [(place.offset, item.digest) for item in prompt.items for place in item.placements]
-    return chain(prompt.token_ids, media, prompt.cache_salt)

@@ -73,7 +73,7 @@ Amounts = Mapping[Budget, int]
 
 @dataclass(eq=False)
 class Pool:
-    """One language model server; a closed pool takes nothing new."""
+    """One language model server, named by its address; a closed pool takes nothing new."""
 
     name: str
     block_size: int = 1
@@ -102,7 +102,7 @@ class Pool:
         """What a request takes here."""
         return {
             self.kv_blocks: cost.blocks(self.block_size),
-            self.prefill_tokens: cost.prefill_tokens,
+            self.prefill_tokens: cost.prefill_tokens(self.name),
             self.sequences: cost.answers,
         }
 

@@ -134,12 +134,17 @@ class Chat:
             prompt_tokens=len(prompt.token_ids),
             answer_tokens=self.max_tokens(prompt),
             answers=prompt.sampling.n,
+            cached_tokens=self._backends.cached_tokens(prompt),
             encoder_patches=sum(item.plan.patches for item in new),
             encoder_items=len(new),
             media_bytes=prompt.media_bytes,
         )
         kind = kind_of(len(prompt.token_ids), {item.plan.modality for item in prompt.items})
         return Ask(cost, kind, self._tenants.signed_in(), prompt.sampling.priority)
+
+    def best_llm(self, prompt: Prompt) -> str:
+        """Where a prompt goes if there is room: a language model's address, or nothing where none is ready."""
+        return next(iter(self._backends.llms_for(prompt)), "")
 
     def expected_wait(self, prompt: Prompt) -> float:
         """Seconds that it would wait for admission if it came now."""

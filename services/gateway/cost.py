@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from services.models.media import Modality
@@ -33,7 +34,7 @@ class Cost:
         prompt_tokens: length of the prompt; it stays in KV blocks until the end.
         answer_tokens: most tokens of one answer.
         answers: how many are asked for; they share the prompt's full blocks.
-        cached_tokens: prompt tokens that are known to lie in the chosen language model's prefix cache.
+        cached_tokens: prompt tokens that should lie in the prefix cache of a language model, by its address.
         encoder_patches: patches that go through the encoder's towers, without what it has already.
         encoder_items: media items handed to the encoder.
         media_bytes: bytes of their files, held here from arrival to the end.
@@ -42,15 +43,10 @@ class Cost:
     prompt_tokens: int
     answer_tokens: int
     answers: int = 1
-    cached_tokens: int = 0
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
     encoder_patches: int = 0
     encoder_items: int = 0
     media_bytes: int = 0
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens to compute; at least the last one always is."""
-        return max(1, self.prompt_tokens - self.cached_tokens)
 
     @property
     def tokens(self) -> int:
@@ -61,6 +57,10 @@ class Cost:
     def price(self) -> int:
         """One figure for fairness between tenants: tokens and patches, each about one column of some matrix product."""
         return self.tokens + self.encoder_patches
+
+    def prefill_tokens(self, llm: str) -> int:
+        """Prompt tokens that a language model has to compute; at least the last one always is."""
+        return max(1, self.prompt_tokens - self.cached_tokens.get(llm, 0))
 
     def blocks(self, block_size: int) -> int:
         """KV blocks for the whole life: full ones of the prompt once, and for each answer its own from there on."""

@@ -15,9 +15,10 @@ import grpc
 
 from services.common import logs
 from services.common.errors import ServiceError
+from services.gateway import metrics
 from services.gateway.admission import Ledger, Pool, Reservation
 from services.gateway.answers import Answers, Delta, Ended
-from services.gateway.backends import Backends, prompt_keys
+from services.gateway.backends import Backends
 from services.gateway.background import Background
 from services.gateway.budgets import Prefer
 from services.gateway.peers import BackendLost, MediaLost
@@ -44,11 +45,6 @@ class Call:
     max_tokens: int
     answers: Answers
     lost: set[str] = field(default_factory=set)
-
-    @cached_property
-    def keys(self) -> list[bytes]:
-        """Name the prompt's beginnings."""
-        return prompt_keys(self.prompt)
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -84,7 +80,7 @@ class Dispatcher:
 
         def ordered(pools: Sequence[Pool]) -> list[Pool]:
             by_name = {pool.name: pool for pool in pools}
-            return [by_name[name] for name in self._backends.llms_for(call.keys) if name in by_name]
+            return [by_name[name] for name in self._backends.llms_for(call.prompt) if name in by_name]
 
         return ordered
 
@@ -129,11 +125,10 @@ class Dispatcher:
         self, call: Call, llm: str, refs: list[media_pb2.EmbeddingRef], failovers: int, uploads: Uploads
     ) -> AsyncGenerator[Delta | Ended, None]:
         """One call to a language model, to the end of the last answer."""
-        self._backends.note_sent(call.keys, llm)
+        server = self._backends.llm(llm)
+        self._backends.note_sent(call.prompt, server)
         request_id = f"{call.request_id[:120]}/{failovers}" if failovers else call.request_id  # one that is lost may still run
-        stream = self._backends.llm(llm).generate(
-            call.prompt, call.max_tokens, refs, request_id, call.seconds_left, call.answers.tokens
-        )
+        stream = server.generate(call.prompt, call.max_tokens, refs, request_id, call.seconds_left, call.answers.tokens)
         async with aclosing(stream) as responses:
             async for response in responses:
                 for event in call.answers.take(response):
@@ -160,9 +155,10 @@ class Dispatcher:
         call.lost.add(held.pool.name)
         self.check(call)
         known = {pool.name for pool in self._ledger.open_pools}
-        if not (others := [name for name in self._backends.llms_for(call.keys, call.lost) if name in known]):
+        if not (others := [name for name in self._backends.llms_for(call.prompt, call.lost) if name in known]):
             raise lost
         logs.event(
             logger, "language model lost, another goes on", logging.WARNING, lost=held.pool.name, other=others[0], **fields
         )
+        metrics.failovers.labels("llm").inc()
         self._ledger.move(held, others[0])

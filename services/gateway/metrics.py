@@ -16,6 +16,7 @@ _SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 admitted = Counter("triptych_gateway_admitted_requests", "requests let in, by class", ["kind"])
 refused = Counter("triptych_gateway_refused_requests", "requests that got no room, by reason", ["reason"])
+failovers = Counter("triptych_gateway_failovers", "items and answers that went on elsewhere as a server was lost", ["service"])
 wait_seconds = Histogram("triptych_gateway_wait_seconds", "seconds until a request was let in", ["kind"], buckets=_SECONDS)
 
 

@@ -1,7 +1,7 @@
 """Which language model has read which beginnings of prompts: a bounded record of what this gateway sent.
 
-Approximate: a server may have dropped what it is thought to have, or have what another gateway sent. Knows no prompts, only
-hashes of them, each over a block of tokens and all blocks before it.
+Approximate: a server may not have computed yet what it was sent, may have dropped it, or have what another gateway sent. Knows no
+prompts, only hashes of them, each over a block of tokens and all blocks before it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 BLOCK = 32  # tokens
 
@@ -40,41 +41,31 @@ class PrefixAffinity:
     """The record.
 
     Args:
-        capacity: blocks remembered; those that were sent longest ago are forgotten first.
+        capacity: most blocks remembered of an address; those that were sent longest ago are forgotten first.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._readers: OrderedDict[bytes, set[str]] = OrderedDict()  # block -> addresses
-
-    def __len__(self) -> int:
-        """Blocks remembered."""
-        return len(self._readers)
+        self._read: dict[str, OrderedDict[bytes, None]] = {}  # by address
 
     def matched(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many tokens from the prompt's start each address has read; those that have read none are left out."""
-        depth: dict[str, int] = {}
-        reading: set[str] | None = None
-        for at, key in enumerate(keys, start=1):
-            readers = self._readers.get(key, set())
-            reading = set(readers) if reading is None else reading & readers
-            if not reading:
-                break
-            for address in reading:
-                depth[address] = at * BLOCK
-        return depth
+        blocks = {address: sum(1 for _ in takewhile(read.__contains__, keys)) for address, read in self._read.items()}
+        return {address: count * BLOCK for address, count in blocks.items() if count}
 
-    def note(self, keys: Sequence[bytes], address: str) -> None:
-        """A prompt was sent there. Its first blocks are the last to be forgotten: without them the rest is never found."""
+    def note(self, keys: Sequence[bytes], address: str, room: int = 0) -> None:
+        """A prompt was sent there. Its first blocks are the last to be forgotten: without them the rest is never found.
+
+        Args:
+            room: tokens that the server can hold, prompts and answers together; 0 if it did not say.
+        """
+        read = self._read.setdefault(address, OrderedDict())
         for key in reversed(keys):
-            self._readers.setdefault(key, set()).add(address)
-            self._readers.move_to_end(key)
-        while len(self._readers) > self._capacity:
-            self._readers.popitem(last=False)
+            read[key] = None
+            read.move_to_end(key)
+        while len(read) > min(self._capacity, room // BLOCK or self._capacity):
+            read.popitem(last=False)
 
     def forget(self, address: str) -> None:
         """Whoever answers there has lost its cache, as after a restart."""
-        for key in [key for key, readers in self._readers.items() if address in readers]:
-            self._readers[key].discard(address)
-            if not self._readers[key]:
-                del self._readers[key]
+        self._read.pop(address, None)

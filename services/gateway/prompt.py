@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from services.common.errors import invalid
@@ -11,6 +12,7 @@ from services.decoding.refusals import TEXTS
 from services.gateway.config import GatewayConfig
 from services.gateway.media import Probed
 from services.gateway.model import ServedModel
+from services.gateway.prefix_affinity import chain
 from services.gateway.sampling import Sampling
 from services.gateway.validator import Conversation
 from services.models.image_sizes import UnsupportedSize
@@ -48,6 +50,12 @@ class Prompt:
     sampling: Sampling
     cache_salt: str = ""
     fetch_seconds: float = 0.0
+
+    @cached_property
+    def beginnings(self) -> list[bytes]:
+        """Names of its beginnings, media included, for :class:`services.gateway.prefix_affinity.PrefixAffinity`."""
+        media = [(place.offset, item.digest) for item in self.items for place in item.placements]
+        return chain(self.token_ids, media, self.cache_salt)
 
     @property
     def media_bytes(self) -> int:

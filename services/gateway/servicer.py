@@ -55,7 +55,7 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
             media=[_estimate(item) for item in prompt.items],
             cost=gateway_pb2.Cost(
                 encoder_patches=cost.encoder_patches,
-                prefill_tokens=cost.prefill_tokens,
+                prefill_tokens=cost.prefill_tokens(self._chat.best_llm(prompt)),
                 kv_blocks=cost.blocks(self._chat.block_size),
                 host_bytes=cost.media_bytes,
             ),

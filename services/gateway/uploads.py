@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from services.gateway import metrics
 from services.gateway.backends import Backends
 from services.gateway.peers import BackendLost, Encoder
 from services.gateway.prompt import Item
@@ -74,6 +75,8 @@ class Uploads:
     async def _hand_over(self, upload: _Upload) -> media_pb2.EmbeddingRef:
         for move in range(MAX_MOVES + 1):
             encoder = self._backends.encoder_for(upload.item, self._avoid)
+            if move or upload.refs:
+                metrics.failovers.labels("encoder").inc()
             upload.begin(encoder)
             try:
                 ref_id = await encoder.encode(upload.item, self._request_id, self._seconds_left())

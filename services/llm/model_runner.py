@@ -74,7 +74,7 @@ class ModelRunner:
 
         layers = probe_layers(self.decoder, self._probe_arguments(), self.max_model_len)
         if self.device == "cpu" and config.native_layers:
-            self.parameter_bytes += replace_layers(self.model, self.decoder)
+            replace_layers(self.model, self.decoder)
             self._head = self.model.get_output_embeddings()
         self.pruning, self.pruning_obstacle = config.pruning, pruning.obstacle(self.merger, layers)
         if self.pruning:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from fleet_fakes import Fleet, LosableEncoder, TellingLlm, fleet, tokens_of
 from gateway_fakes import ask, picture, refused, until
+from prometheus_client import REGISTRY
 
 from services.common.errors import ServiceError
 from services.gateway.backends import Fleet as Members
@@ -34,6 +35,12 @@ def the_one_that_ran(f: Fleet) -> tuple[str, TellingLlm]:
 
 def other(f: Fleet, address: str) -> TellingLlm:
     return next(llm for name, llm in f.llms.items() if name != address)
+
+
+def failovers() -> list[float]:
+    """Counted so far: of encoders, and of language models."""
+    names = ({"service": service} for service in ("encoder", "llm"))
+    return [REGISTRY.get_sample_value("triptych_gateway_failovers_total", name) or 0 for name in names]
 
 
 def encoder_with(f: Fleet, items: int) -> tuple[str, LosableEncoder]:
@@ -122,12 +129,13 @@ async def test_a_language_model_and_then_the_media_are_lost(qwen: Path) -> None:
             llm.gate.clear()
         call = asyncio.create_task(f.answer(ask("tell", picture(), max_tokens=9)))
         await until(lambda: any(llm.requests for llm in f.llms.values()))
-        address, lost = the_one_that_ran(f)
+        (address, lost), (encoders, llms) = the_one_that_ran(f), failovers()
         lost.lost_after, other(f, address).failures = 4, [lost_ref]
         for llm in f.llms.values():
             llm.gate.set()
         assert tokens_of(await call) == f.expected(address, 9)
         assert [len(encoder.items) for encoder in f.encoders.values()] == [1, 1]
+        assert failovers() == [encoders + 1, llms + 1]
         assert other(f, address).began == [f.expected(address, 4)]
         lost.gone = False
         await f.idle()
@@ -247,17 +255,19 @@ async def test_pictures_go_to_the_encoder_that_is_left_and_text_notices_nothing(
     async with fleet(qwen) as f:
         await f.answer(ask(picture(), max_tokens=1))
         address, home = encoder_with(f, 1)
-        home.gone = True
+        home.gone, (encoders, llms) = True, failovers()
         answers = await asyncio.gather(*(f.answer(ask(f"{n}", picture(), max_tokens=2)) for n in range(8)))
         assert all(event[-1].done.last for event in answers)
         left = next(encoder for name, encoder in f.encoders.items() if name != address)
         assert len(left.items) == 8
         asked = len(home.items)
+        assert failovers() == [encoders + asked - 1, llms] and asked > 1
         await f.answer(ask(picture(), max_tokens=1))  # it is known to be gone
         assert len(home.items) == asked
         left.gone = True
         with refused(CODE.UNAVAILABLE, "so only text is answered"):
             await f.answer(ask(picture(), max_tokens=1))
+        assert failovers() == [encoders + asked - 1, llms]  # there was nowhere to go on
         await f.service.backends.refresh()
         assert f.service.backends.ready and f.readiness.ready
         assert len(tokens_of(await f.answer(ask("text", max_tokens=2)))) == 2

@@ -81,7 +81,7 @@ def test_a_cost_in_blocks() -> None:
     assert [Cost(17, 15).blocks(16), Cost(17, 16).blocks(16), Cost(16, 0).blocks(16)] == [2, 3, 1]
     assert Cost(35, 10, answers=3).blocks(16) == 2 + 3  # three answers share the two full blocks
     assert Cost(35, 10, answers=3).tokens == 65
-    assert (Cost(35, 1, cached_tokens=32).prefill_tokens, Cost(32, 1, cached_tokens=32).prefill_tokens) == (3, 1)
+    assert [Cost(n, 1, cached_tokens={"x": 32}).prefill_tokens(llm) for n in (35, 32) for llm in "xy"] == [3, 35, 1, 32]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,22 @@ def test_a_request_moves_to_another_pool_whether_it_has_room_or_not() -> None:
     assert (moved.pool.name, moved.blocks, moved.pool.free, desk.gate.budgets.pools["llm"].free) == ("other", 4, -4, 10)
     assert desk.ask("c", 10)
     assert sorted(desk.drained()) == ["a", "b", "c"]
+
+
+def test_what_a_language_model_has_is_no_prefill_there_and_elsewhere_it_is() -> None:
+    budgets = Desk(10).gate.budgets
+    for name in ("has", "other"):
+        budgets.update_pool(name, total=1000, block_size=16, batch_tokens=64)  # 256 tokens ahead
+    cost, first = Cost(200, 8, cached_tokens={"has": 192}), lambda pools: [budgets.pools["has"]]
+    held = [budgets.take(budgets.pools["has"], cost) for _ in range(32)]
+    assert budgets.place(cost, first) == frozenset({"prefill_tokens"}) and not budgets.pools["has"].prefill_tokens.free
+    budgets.move(held[0], "other")
+    assert (budgets.pools["has"].prefill_tokens.reserved, budgets.pools["other"].prefill_tokens.reserved) == (31 * 8, 200)
+    for reservation in held:
+        budgets.flowed(reservation)
+        budgets.give_back(reservation)
+    budgets.check_integrity()
+    assert not any(budget.reserved for budget in budgets)
 
 
 def test_pools_in_the_order_that_a_request_prefers() -> None:
@@ -420,13 +436,14 @@ class GateMachine(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from(TENANTS), kind=st.sampled_from(Class), tokens=st.integers(1, 24), answer=st.integers(0, 8),
-        answers=st.integers(1, 2), patches=st.integers(0, 60), media_bytes=st.integers(0, 40), priority=st.integers(-1, 1),
-        seconds=st.sampled_from([1.0, 10.0, 1e6]), prefer=st.booleans(),
+        answers=st.integers(1, 2), cached=st.dictionaries(st.sampled_from("xy"), st.integers(0, 24)), patches=st.integers(0, 60),
+        media_bytes=st.integers(0, 40), priority=st.integers(-1, 1), seconds=st.sampled_from([1.0, 10.0, 1e6]),
+        prefer=st.booleans(),
     )  # fmt: skip
     def ask(self, tenant: Tenant, kind: Class, priority: int, seconds: float, prefer: bool, **figures: Any) -> None:
         media = kind >= Class.IMAGE
         cost = Cost(
-            figures["tokens"], figures["answer"], figures["answers"],
+            figures["tokens"], figures["answer"], figures["answers"], figures["cached"],
             encoder_patches=media * figures["patches"], encoder_items=int(media), media_bytes=media * figures["media_bytes"],
         )  # fmt: skip
         outcomes: list[Outcome] = []
@@ -451,8 +468,8 @@ class GateMachine(RuleBasedStateMachine):
         """Small texts, each of which comes as an earlier one ends: what may pass a large request again and again."""
         for _ in range(count):
             self.ask(
-                tenant=tenant, kind=kind, tokens=2, answer=0, answers=1, patches=0, media_bytes=0, priority=0, seconds=1e6,
-                prefer=False,
+                tenant=tenant, kind=kind, tokens=2, answer=0, answers=1, cached={}, patches=0, media_bytes=0, priority=0,
+                seconds=1e6, prefer=False,
             )  # fmt: skip
             small = [ticket for ticket in self.gate.inside if ticket.reservation and ticket.cost.tokens <= 2]
             if len(small) > 1:

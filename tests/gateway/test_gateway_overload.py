@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from services.common.errors import ServiceError
 from services.gateway.media import Probe
+from services.gateway.prefix_affinity import BLOCK
 from triptych.encoder.v1 import encoder_pb2
 from triptych.gateway.v1 import gateway_pb2
 from triptych.llm.v1 import llm_pb2
@@ -72,6 +73,45 @@ async def test_a_picture_that_an_encoder_has_costs_it_nothing(checkpoint_dir: Di
         await answer(s, ask("x", picture()))
         assert (await patches("x", picture()), await patches("x", picture(60, 90))) == (0, 24)
         assert await patches("x", picture(), salt="another's") == 16
+
+
+async def test_a_beginning_that_a_language_model_has_is_not_computed_again(checkpoint_dir: Directory) -> None:
+    parts = ("the same long beginning " * 30, picture(280, 280))
+    async with stack(checkpoint_dir("qwen2_vl")) as s:
+
+        async def estimate(*parts: str | bytes, salt: str = "") -> gateway_pb2.EstimateTokensResponse:
+            request = gateway_pb2.EstimateTokensRequest(messages=ask(*parts).messages, cache_salt=salt)
+            return await s.stub.EstimateTokens(request)
+
+        async def reserved() -> int:
+            """Of prefill, by a request of it until its first token."""
+            s.encoder.gate.clear()
+            events = aiter(s.stub.Chat(ask(*parts)))
+            assert (await anext(events)).HasField("admitted")
+            tokens = (await s.load()).reserved.prefill_tokens
+            s.encoder.gate.set()
+            *_, last = [event async for event in events]
+            assert last.done.usage.prompt_tokens_details.cached == 3  # what the language model says of itself
+            await s.idle()
+            assert (await s.load()).reserved == gateway_pb2.Cost()
+            return int(tokens)
+
+        whole = await estimate(*parts)
+        assert whole.cost.prefill_tokens == whole.prompt_tokens == await reserved()
+        assert await reserved() == whole.prompt_tokens  # it looks nothing up: it has no prefix cache
+        s.llm.load.prefix_query_tokens = 1
+        await s.service.backends.refresh()
+        again = await estimate(*parts)
+        assert again.cost.prefill_tokens == await reserved() == whole.prompt_tokens % BLOCK > 0
+        assert (again.prompt_tokens, again.cost.kv_blocks) == (whole.prompt_tokens, whole.cost.kv_blocks)  # held all the same
+        other = await estimate(parts[0], picture(280, 252))
+        assert again.cost.prefill_tokens < other.cost.prefill_tokens < other.prompt_tokens  # the text in front of the picture
+        assert (await estimate(*parts, salt="another's")).cost.prefill_tokens == whole.prompt_tokens
+        s.llm.script.error = ServiceError(CODE.INTERNAL, "broken")
+        with refused(CODE.INTERNAL, "broken"):
+            await answer(s, ask(*parts))
+        await s.idle()
+        assert (await s.load()).reserved == gateway_pb2.Cost()
 
 
 async def test_a_full_queue_refuses_before_anything_is_looked_at(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.counting import main as counting
+from bench.counting import measure as counting
 from bench.counting import ways
 from bench.encoder import main as encoder
 from bench.engine import bookkeeping
@@ -53,6 +53,10 @@ def test_counting_is_measured_on_equal_terms(checkpoint_dir: Callable[[str], Pat
     ids = {way: run() for way, run in ways(checkpoint_dir("qwen2_vl"), photo(300, 200)).items()}
     assert list(ids) == ["ours", "ours with SHA-256", "transformers"]
     assert ids["ours"] == ids["ours with SHA-256"] == ids["transformers"]
+    rows = counting("qwen2_vl", checkpoint_dir("qwen2_vl"), 1)
+    assert [row["picture"] for row in rows] == 3 * ["100x100"] + 3 * ["4000x3000"]
+    ours, _, processor = rows[3:]
+    assert ours["tokens"] == processor["tokens"] and ours["transformers to it"] > 1 == processor["transformers to it"]
 
 
 def test_transport_is_measured() -> None:
@@ -61,7 +65,7 @@ def test_transport_is_measured() -> None:
     assert all(row["CPU s per GB"] > 0 for row in rows)
 
 
-MAINS = [counting, encoder, engine, failover, gateway, preprocess, pruning, transport_main]
+MAINS = [encoder, engine, failover, gateway, preprocess, pruning, transport_main]
 
 
 @pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)

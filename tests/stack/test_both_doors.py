@@ -20,6 +20,7 @@ from tests.stack.conftest import RunningStack
 from tests.stack.http_cases import PARAMS, media_body, media_param, request_bodies
 from tests.stack.odd_cases import INVALID, Odd, media_cases, request_cases
 from tests.stack.odd_client import SEEN_BY_NO_CLIENT, Answer, client_of
+from triptych.common.v1 import sampling_pb2
 from triptych.gateway.v1 import gateway_pb2
 
 BODIES = request_bodies()
@@ -66,7 +67,7 @@ async def same_through_both_doors(stack: RunningStack, odd: Odd, body: bytes, pa
     assert cost["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] == estimate.prompt_tokens, odd
     shown = [(item["tokens"], item["width"] or 0, item["height"] or 0, *item["grid"].values()) for item in cost["media"]]
     assert shown == [(m.tokens, m.width, m.height, m.grid.t, m.grid.h, m.grid.w) for m in estimate.media], odd
-    for figure in ("prefill_tokens", "kv_blocks", "host_bytes"):  # patches depend on what the encoder has by now
+    for figure in ("kv_blocks", "host_bytes"):  # the others depend on what encoder and language model have by now
         assert cost["cost"][figure] == getattr(estimate.cost, figure), odd
     assert whole["choices"][0]["token_ids"] == expected.tokens, odd
     assert whole["choices"][0]["message"]["content"] == "".join(r.delta.text for r in expected.responses), odd
@@ -201,3 +202,84 @@ def test_a_message_of_grpc_and_its_json_are_one_request(stack: RunningStack) -> 
         assert reply.json()["choices"][0]["token_ids"] == tokens
 
     asyncio.run(work())
+
+
+def test_both_doors_estimate_alike_what_is_left_to_compute(stack: RunningStack) -> None:
+    """A prompt that was answered is not prefilled again: its reservation falls, and nothing of it stays."""
+    text = "a beginning that comes again " * 20
+    message = gateway_pb2.Message(role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.Part(text=text)])
+    request = gateway_pb2.ChatRequest(messages=[message])
+    request.sampling.max_tokens, request.sampling.temperature = 2, 0
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
+
+    async def work() -> None:
+        async with client_of(stack) as grpc_client, http_client(stack) as client:
+
+            async def estimate() -> gateway_pb2.EstimateTokensResponse:
+                """Through both doors."""
+                asked = gateway_pb2.EstimateTokensRequest(messages=request.messages, sampling=request.sampling)
+                found = await grpc_client.stub.EstimateTokens(asked, timeout=60)
+                cost = (await post(client, "/v1/estimate", json.dumps(body).encode())).json()["cost"]
+                assert cost == {field.name: getattr(found.cost, field.name) for field in found.cost.DESCRIPTOR.fields}
+                return found
+
+            whole = await estimate()
+            assert whole.cost.prefill_tokens > 2 * whole.prompt_tokens // 3  # others may have begun like it
+            before = (await grpc_client.ask(request)).done.usage.prompt_tokens_details
+            async with asyncio.timeout(10):  # until a poll has shown that the language model looks prompts up
+                while (again := await estimate()).cost.prefill_tokens >= 32:
+                    pass
+            assert again.prompt_tokens == whole.prompt_tokens and again.cost.kv_blocks == whole.cost.kv_blocks
+            after = (await grpc_client.ask(request)).done.usage.prompt_tokens_details
+            assert after.cached > before.cached and after.cached >= whole.prompt_tokens - again.cost.prefill_tokens
+            assert again.expected_wait_seconds == 0
+
+    asyncio.run(work())
+    loads = stack.wait_until(lambda loads: not loads.busy(), 5)
+    assert loads.gateway.reserved == gateway_pb2.Cost()
+
+
+@pytest.mark.asyncio
+async def test_several_answers_and_how_likely_their_tokens_were_through_both_doors(stack: RunningStack) -> None:
+    """Drawn with a seed: whole, in a stream and over gRPC they are the same, token by token."""
+    image = file_bytes(picture(120, 80, seed=5))
+    parts = [gateway_pb2.Part(image=gateway_pb2.Media(data=image)), gateway_pb2.Part(text="what?")]
+    request = gateway_pb2.ChatRequest(messages=[gateway_pb2.Message(role=gateway_pb2.ROLE_USER, parts=parts)])
+    sampling = sampling_pb2.SamplingParams(n=2, seed=9, temperature=1.5, max_tokens=7, logprobs=3, ignore_eos=True)
+    request.sampling.CopyFrom(sampling)
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    content: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    options: Any = {
+        "model": "default", "messages": [{"role": "user", "content": content}], "n": 2, "seed": 9, "temperature": 1.5,
+        "max_tokens": 7, "logprobs": True, "top_logprobs": 3, "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    }  # fmt: skip
+
+    async with openai_client(stack) as client:
+        whole = await client.chat.completions.create(**options)
+        stream = await client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+        *chunks, last = [chunk async for chunk in stream]
+    _, responses = await stack.tokens(request)
+    assert whole.usage is not None and last.usage is not None and not last.choices
+    assert whole.usage.completion_tokens == last.usage.completion_tokens == responses[-1].done.usage.completion_tokens == 14
+    for index, choice in enumerate(whole.choices):
+        assert (choice.index, choice.finish_reason) == (index, "length")
+        deltas = [response.delta for response in responses if response.HasField("delta") and response.delta.index == index]
+        pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == index]
+        text = "".join(delta.text for delta in deltas)
+        assert choice.message.content == "".join(piece.delta.content or "" for piece in pieces) == text
+        token_ids = [token for delta in deltas for token in delta.token_ids]
+        streamed = [token for piece in pieces for token in (piece.model_extra or {}).get("token_ids", ())]
+        assert (choice.model_extra or {})["token_ids"] == streamed == token_ids and len(token_ids) == 7
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        told = [token for delta in deltas for token in delta.logprobs]
+        assert choice.logprobs is not None and all(len(token.top) == 3 for token in told)
+        for found in (choice.logprobs.content, [t for p in pieces if p.logprobs for t in p.logprobs.content or ()]):
+            assert [token_and_alternatives(token) for token in found or ()] == [
+                [(t.token, list(t.bytes), pytest.approx(t.logprob, abs=1e-4)) for t in (token, *token.top)] for token in told
+            ]
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+
+
+def token_and_alternatives(told: Any) -> list[tuple[str, list[int], float]]:
+    """A token as OpenAI's client shows it, then what else might have come."""
+    return [(token.token, token.bytes, token.logprob) for token in (told, *told.top_logprobs)]

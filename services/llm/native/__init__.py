@@ -8,8 +8,7 @@ from services.llm.native.linear import speed_up
 from services.llm.native.norm import replace_norms
 
 
-def replace_layers(model: Any, decoder: Any) -> int:
-    """Let a decoder's linear layers and norms run natively where that is faster; returns bytes of weights held besides."""
-    replaced = speed_up(model, decoder)
+def replace_layers(model: Any, decoder: Any) -> None:
+    """Let a decoder's linear layers and norms run natively where that is faster. No weight is held twice."""
+    speed_up(model, decoder)
     replace_norms(decoder)
-    return replaced.added_bytes

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -33,6 +34,20 @@ inline void store(BFloat16* p, Vec x) {
   bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
   bits = x == x ? bits : UintVec{} + 0x7fc0u;           // NaN stays NaN
   *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(bits, HalfVec);
+}
+
+inline float load_one(const float* p) { return *p; }
+inline float load_one(const BFloat16* p) {
+  const uint32_t wide = static_cast<uint32_t>(p->bits) << 16;
+  float x;
+  std::memcpy(&x, &wide, sizeof x);
+  return x;
+}
+inline void store_one(float* p, float x) { *p = x; }
+inline void store_one(BFloat16* p, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  p->bits = x == x ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : 0x7fc0u;
 }
 
 // Lane i of the result is the sum over the lanes of sums[i], added up in a fixed order.

@@ -496,7 +496,7 @@ Global___MediaEstimate: _TypeAlias = MediaEstimate  # noqa: Y015
 
 @_typing.final
 class Cost(_message.Message):
-    """What a request takes from each budget, for its whole life."""
+    """What a request takes from each budget."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -505,9 +505,9 @@ class Cost(_message.Message):
     KV_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BYTES_FIELD_NUMBER: _builtins.int
     encoder_patches: _builtins.int
-    """Patches through the encoder's tower."""
+    """Patches through the encoder's tower, without items that an encoder should have."""
     prefill_tokens: _builtins.int
-    """Prompt tokens to prefill."""
+    """Prompt tokens to prefill, without a beginning that the language model should have in its prefix cache."""
     kv_blocks: _builtins.int
     """KV blocks for the prompt and the longest answer."""
     host_bytes: _builtins.int
