@@ -87,7 +87,7 @@ class AsyncClient(ClientBase):
         self, question: str, pages: Iterable[PageParts] | AsyncIterable[PageParts], **options: Unpack[PagesOptions]
     ) -> AsyncPages:
         """Asks one question of every page; the arguments are those of `Client.pages`, and `pages` may be asynchronous."""
-        return AsyncPages(self._stub.ChatPages, pages, *self._prepare_pages(question, options))
+        return AsyncPages(self._stub.ChatPages, pages, *self._prepare_pages(question, pages, options))
 
     async def estimate(self, messages: Messages, **options: Unpack[Options]) -> Estimate:
         """Counts tokens and cost without running a model; the arguments are those of `chat`."""

@@ -98,7 +98,7 @@ class Client(ClientBase):
             pages: media items, texts, lists of parts or `triptych.page(...)`, taken one by one when it is their turn.
             options: max_tokens, messages, remember, timeout, ...: see `PagesOptions`.
         """
-        return Pages(self._stub.ChatPages, pages, *self._prepare_pages(question, options))
+        return Pages(self._stub.ChatPages, pages, *self._prepare_pages(question, pages, options))
 
     def estimate(self, messages: Messages, **options: Unpack[Options]) -> Estimate:
         """Counts tokens and cost without running a model; the arguments are those of `chat`."""

@@ -26,7 +26,7 @@ class MediaPart:
 
 Part: TypeAlias = str | MediaPart | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
-Messages: TypeAlias = str | MediaPart | Sequence[Part]
+Messages: TypeAlias = Part | Sequence[Part]
 
 
 def image(

@@ -86,7 +86,10 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
         raise TypeError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(Options.__annotations__))}")
     turns = _turns(messages)
     media = options.get("media", ())
-    turns[-1][1][:0] = [media] if isinstance(media, MediaPart) else list(media)
+    items = [media] if isinstance(media, MediaPart) else list(media)
+    if any(isinstance(item, str) for item in items):  # a path, most likely, or the letters of one
+        raise _invalid("media", "an item is made by triptych.image, .audio or .video, not a str")
+    turns[-1][1][:0] = items
     model = options.get("model", "default")
     _check_unicode("model", model)
     request = kind(
@@ -104,7 +107,7 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
 
 def _turns(messages: Messages) -> list[tuple[str, list[Any]]]:
     """At least one role with its parts."""
-    parts: list[Any] = [messages] if isinstance(messages, str | MediaPart) else list(messages)
+    parts: list[Any] = [messages] if isinstance(messages, str | MediaPart | Mapping) else list(messages)
     if not any(isinstance(part, Mapping) and "role" in part for part in parts):
         return [("user", parts)]
     turns: list[tuple[str, list[Any]]] = []
@@ -112,7 +115,7 @@ def _turns(messages: Messages) -> list[tuple[str, list[Any]]]:
         if not isinstance(message, Mapping) or "role" not in message:
             raise _invalid(f"messages[{index}]", "messages and parts cannot be mixed in one list")
         content = message.get("content") or []
-        turns.append((message["role"], [content] if isinstance(content, str | MediaPart) else list(content)))
+        turns.append((message["role"], [content] if isinstance(content, str | MediaPart | Mapping) else list(content)))
     return turns
 
 
