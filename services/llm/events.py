@@ -48,6 +48,13 @@ class Finished:
     decode: float
 
 
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The embedding rows will not come."""
+
+    error: BaseException
+
+
 class EngineFailure(Exception):
     """The step that held this request failed, or its logits were not numbers. The text is for the client."""
 
@@ -60,7 +67,7 @@ class Aborted(Exception):
     """Somebody else ended the request."""
 
 
-Event = Accepted | PromptScores | Token | Finished | EngineFailure | Refused | Aborted
+Event = Accepted | PromptScores | Token | Finished | FetchFailed | EngineFailure | Refused | Aborted
 
 
 class Stream:

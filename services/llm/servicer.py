@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,7 +18,18 @@ from services.common.errors import ServiceError, invalid
 from services.llm.config import LlmConfig
 from services.llm.embeddings import FetchTimes, RowFetcher, remote_items
 from services.llm.engine import Engine, Request
-from services.llm.events import Aborted, Accepted, EngineFailure, Event, Finished, PromptScores, Refused, Token
+from services.llm.events import (
+    Aborted,
+    Accepted,
+    EngineFailure,
+    Event,
+    FetchFailed,
+    Finished,
+    PromptScores,
+    Refused,
+    Stream,
+    Token,
+)
 from services.llm.logprobs import Choice
 from services.llm.request import Limits, read_generate
 from services.llm.sequence import Finish
@@ -63,7 +75,7 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
             self.engine.submit(running)
             if request.spans:
                 fetching = asyncio.create_task(self._fetch(request, running, time_left(context)))
-                fetching.add_done_callback(_note_error)
+                fetching.add_done_callback(partial(_tell_failure, running.events))
             async with aclosing(self._responses(running, fetching)) as responses:
                 async for response in responses:
                     yield response
@@ -119,41 +131,31 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
     async def _responses(
         self, request: Request, fetching: asyncio.Task[FetchTimes] | None
     ) -> AsyncGenerator[llm_pb2.GenerateResponse, None]:
-        """Engine events as messages; a failed fetch ends the stream with its error."""
-        failure = asyncio.ensure_future(_first_error(fetching)) if fetching else None
-        taking: asyncio.Future[Sequence[Event]] | None = None
-        try:
-            while True:
-                taking = asyncio.ensure_future(request.events.take())
-                await asyncio.wait([taking, failure] if failure else [taking], return_when=asyncio.FIRST_COMPLETED)
-                if not taking.done():
-                    assert failure is not None
-                    raise failure.result()
-                events = taking.result()
-                for response in _pull(events):
-                    yield response
-                for event in events:
-                    match event:
-                        case Accepted():
-                            yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
-                        case Finished():
-                            times = await _times(fetching, complete=event.wait_for_rows is not None)
-                            yield llm_pb2.GenerateResponse(done=_done(event, times))
-                            if event.last:
-                                return
-                        case Aborted():
-                            text = "the request was ended by an Abort call"
-                            raise ServiceError(grpc.StatusCode.CANCELLED, text, reason="ABORTED")
-                        case Refused():
-                            raise invalid("token_ids", str(event))
-                        case EngineFailure():
-                            raise ServiceError(grpc.StatusCode.INTERNAL, str(event))
-                if request.events.lagged and request.events.caught_up:
-                    self.engine.resume(request)
-        finally:
-            for waiting in (taking, failure):
-                if waiting is not None:
-                    waiting.cancel()
+        """Events as messages, until the last answer is complete."""
+        while True:
+            events = await request.events.take()
+            for response in _pull(events):
+                yield response
+            for event in events:
+                match event:
+                    case Accepted():
+                        yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
+                    case Finished():
+                        times = await _times(fetching, complete=event.wait_for_rows is not None)
+                        yield llm_pb2.GenerateResponse(done=_done(event, times))
+                        if event.last:
+                            return
+                    case FetchFailed():
+                        raise event.error
+                    case Aborted():
+                        text = "the request was ended by an Abort call"
+                        raise ServiceError(grpc.StatusCode.CANCELLED, text, reason="ABORTED")
+                    case Refused():
+                        raise invalid("token_ids", str(event))
+                    case EngineFailure():
+                        raise ServiceError(grpc.StatusCode.INTERNAL, str(event))
+            if request.events.lagged and request.events.caught_up:
+                self.engine.resume(request)
 
 
 async def _times(fetching: asyncio.Task[FetchTimes] | None, complete: bool) -> FetchTimes | None:
@@ -167,25 +169,18 @@ async def _times(fetching: asyncio.Task[FetchTimes] | None, complete: bool) -> F
     return fetching.result() if fetching.done() and not fetching.cancelled() and not fetching.exception() else None
 
 
-def _note_error(fetching: asyncio.Task[FetchTimes]) -> None:
-    """Mark the error of a fetch as seen: the call may have ended otherwise, and asyncio would log it as nobody's."""
-    if not fetching.cancelled():
-        fetching.exception()
-
-
-async def _first_error(fetching: asyncio.Task[FetchTimes]) -> ServiceError:
-    """Wait until the fetch fails, for ever if it does not."""
-    await asyncio.wait([fetching])
-    error = None if fetching.cancelled() else fetching.exception()
+def _tell_failure(events: Stream, fetching: asyncio.Task[FetchTimes]) -> None:
+    """Put the error of a fetch that went wrong among the request's events."""
+    if fetching.cancelled():
+        return
+    error = fetching.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, ServiceError):
-        return error
     if isinstance(error, TimeoutError):
-        return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited for embedding rows")
+        text = "the request's deadline passed while it waited for embedding rows"
+        error = ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, text)
     if error is not None:
-        raise error
-    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+        events.put(FetchFailed(error))
 
 
 def _pull(events: Sequence[Event]) -> list[llm_pb2.GenerateResponse]:

@@ -83,11 +83,15 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def choose_dtype(name: str, checkpoint: Checkpoint, device: str) -> torch.dtype:
-    """``auto``: the checkpoint's own type on an accelerator, float32 on a CPU, where it is exact and seldom slower."""
+    """``auto``: the checkpoint's own type on an accelerator and, if it is bfloat16, on a CPU that multiplies tiles of it (AMX).
+
+    On other CPUs float32, which is exact and seldom slower.
+    """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
-    return torch.float32 if device == "cpu" else getattr(torch, stored)
+    tiles = stored == "bfloat16" and torch.cpu.get_capabilities().get("amx_bf16", False)
+    return torch.float32 if device == "cpu" and not tiles else getattr(torch, stored)
 
 
 def choose_device(name: str) -> str:

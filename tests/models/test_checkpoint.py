@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.models.checkpoint import EMBEDDED, open_checkpoint
-from services.models.half import choose_device, load_half, parameter_bytes
+from services.models.half import choose_device, choose_dtype, load_half, parameter_bytes
 from services.models.hf import transformers
 from services.models.registry import FAMILIES, UnsupportedModel, family_of
 
@@ -144,6 +144,26 @@ def test_a_missing_weight_fails_the_load(checkpoint_dir: Directory, tmp_path: Pa
 def test_cuda_that_is_not_there_is_told_as_such() -> None:
     with pytest.raises(UnsupportedModel, match="--device cuda"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "tiles", "chosen"),
+    [
+        ("float32", "cpu", True, torch.float32),
+        ("bfloat16", "cpu", True, torch.bfloat16),
+        ("bfloat16", "cpu", False, torch.float32),
+        ("float16", "cpu", True, torch.float32),
+        ("float16", "cuda:0", False, torch.float16),
+    ],
+)
+def test_the_element_type_is_what_the_machine_does_well(
+    stored: str, device: str, tiles: bool, chosen: torch.dtype, checkpoint_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(str(checkpoint_dir("llava")))
+    monkeypatch.setitem(checkpoint.config, "dtype", stored)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": tiles})
+    assert choose_dtype("auto", checkpoint, device) == chosen
+    assert choose_dtype("float16", checkpoint, device) == torch.float16
 
 
 def test_every_family_names_a_class_of_transformers() -> None:
