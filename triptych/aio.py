@@ -31,16 +31,6 @@ ResponseT = TypeVar("ResponseT")
 class AsyncStream(StreamBase):
     """As `Stream`, with `async with` and `async for`."""
 
-    def __init__(
-        self,
-        method: grpc.aio.UnaryStreamMultiCallable[gateway_pb2.ChatRequest, gateway_pb2.ChatResponse],
-        request: gateway_pb2.ChatRequest,
-        attempts: Attempts,
-    ) -> None:
-        super().__init__(request, attempts)
-        self._method = method
-        self._call: grpc.aio.UnaryStreamCall[gateway_pb2.ChatRequest, gateway_pb2.ChatResponse] | None = None
-
     async def __aenter__(self) -> Self:
         while True:
             attempts = self._attempts
@@ -97,7 +87,7 @@ class AsyncClient(ClientBase):
         self, question: str, pages: Iterable[PageParts] | AsyncIterable[PageParts], **options: Unpack[PagesOptions]
     ) -> AsyncPages:
         """Asks one question of every page; the arguments are those of `Client.pages`, and `pages` may be asynchronous."""
-        return AsyncPages(self._stub.ChatPages, pages, *self._prepare_pages(question, options))
+        return AsyncPages(self._stub.ChatPages, pages, *self._prepare_pages(question, pages, options))
 
     async def estimate(self, messages: Messages, **options: Unpack[Options]) -> Estimate:
         """Counts tokens and cost without running a model; the arguments are those of `chat`."""

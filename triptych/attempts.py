@@ -23,10 +23,14 @@ class Attempts:
         self.address = address
         self.timeout = timeout
         self.request_id = request_id or uuid.uuid4().hex
-        if not (self.request_id.isascii() and self.request_id.isprintable()):
-            raise errors.InvalidArgument("request_id: only printable ASCII characters can travel as an id")
+        if not timeout > 0:  # NaN too
+            raise errors.InvalidArgument(f"timeout: must be more than 0 seconds, got {timeout:g}")
+        token = (token or "").strip()  # one from a file ends its line
+        for name, text in (("request_id", self.request_id), ("token", token)):
+            if not (text.isascii() and text.isprintable()):
+                raise errors.InvalidArgument(f"{name}: only printable ASCII characters can travel in a header")
         self.metadata: tuple[tuple[str, str], ...] = (("x-request-id", self.request_id),)
-        if token is not None:
+        if token:
             self.metadata += (("authorization", f"Bearer {token}"),)
         self._deadline = time.monotonic() + min(timeout, LONGEST)
         self._tries = 0

@@ -1,10 +1,13 @@
 """What both clients share: settings, channel options and the state of a stream. The calls themselves are not here."""
 
+from typing import Any
+
 import grpc
 
 from triptych.answer import Answer, ChatResult
 from triptych.attempts import Attempts
-from triptych.content import Messages
+from triptych.content import MediaPart, Messages
+from triptych.errors import InvalidArgument
 from triptych.gateway.v1 import gateway_pb2
 from triptych.pages_request import PagesOptions, build_start
 from triptych.request import MAX_MESSAGE_BYTES, Options, Request, build
@@ -58,7 +61,12 @@ class ClientBase:
         request = build(kind, messages, options)
         return request, self._attempts(options.get("timeout"), options.get("request_id"))
 
-    def _prepare_pages(self, question: str, options: PagesOptions) -> tuple[gateway_pb2.ChatPagesRequest, Attempts]:
+    def _prepare_pages(
+        self, question: str, pages: object, options: PagesOptions
+    ) -> tuple[gateway_pb2.ChatPagesRequest, Attempts]:
+        if isinstance(pages, str | bytes | MediaPart):
+            text = f"must be several, as in a list, not a {type(pages).__name__}; of a PDF they are triptych.pdf(path)"
+            raise InvalidArgument(f"pages: {text}", violations=(("pages", text),))
         timeout = options.get("timeout")
         attempts = self._attempts(PAGES_TIMEOUT if timeout is None else timeout, options.get("request_id"))
         return build_start(question, options), attempts
@@ -67,10 +75,10 @@ class ClientBase:
 class StreamBase:
     """One answer on its way."""
 
-    def __init__(self, request: gateway_pb2.ChatRequest, attempts: Attempts) -> None:
-        self._request = request
-        self._attempts = attempts
+    def __init__(self, method: Any, request: gateway_pb2.ChatRequest, attempts: Attempts) -> None:
+        self._method, self._request, self._attempts = method, request, attempts
         self._answer = Answer(attempts.request_id)
+        self._call: Any = None
 
     @property
     def request_id(self) -> str:

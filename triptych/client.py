@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
@@ -25,11 +25,6 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 
-class _Call(Protocol):
-    def __next__(self) -> gateway_pb2.ChatResponse: ...
-    def cancel(self) -> bool: ...
-
-
 class Stream(StreamBase):
     """An answer that is read as it is made. Entering waits until the request is admitted; leaving cancels the rest.
 
@@ -37,15 +32,10 @@ class Stream(StreamBase):
         TriptychError: any of `triptych.errors`; StreamTruncated if the stream ends without a complete answer.
     """
 
-    def __init__(self, method: Callable[..., Any], request: gateway_pb2.ChatRequest, attempts: Attempts) -> None:
-        super().__init__(request, attempts)
-        self._method = method
-        self._call: _Call | None = None
-
     def __enter__(self) -> Self:
         while True:
             attempts = self._attempts
-            call: _Call = self._method(self._request, timeout=attempts.remaining(), metadata=attempts.metadata)
+            call = self._method(self._request, timeout=attempts.remaining(), metadata=attempts.metadata)
             try:
                 first = next(call, None)
             except grpc.RpcError as failure:
@@ -108,7 +98,7 @@ class Client(ClientBase):
             pages: media items, texts, lists of parts or `triptych.page(...)`, taken one by one when it is their turn.
             options: max_tokens, messages, remember, timeout, ...: see `PagesOptions`.
         """
-        return Pages(self._stub.ChatPages, pages, *self._prepare_pages(question, options))
+        return Pages(self._stub.ChatPages, pages, *self._prepare_pages(question, pages, options))
 
     def estimate(self, messages: Messages, **options: Unpack[Options]) -> Estimate:
         """Counts tokens and cost without running a model; the arguments are those of `chat`."""

@@ -26,7 +26,7 @@ class MediaPart:
 
 Part: TypeAlias = str | MediaPart | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
-Messages: TypeAlias = str | MediaPart | Sequence[Part]
+Messages: TypeAlias = Part | Sequence[Part]
 
 
 def image(
@@ -78,13 +78,21 @@ def _media(modality: ModalityName, source: Source) -> MediaPart:
         return MediaPart(modality, data=bytes(source))
     if isinstance(source, str) and source.lower().startswith(("data:", "http://", "https://")):
         return MediaPart(modality, url=source)
-    path = os.fspath(source)
+    return MediaPart(modality, data=read_file(source, f"{modality} file "))
+
+
+def read_file(path: str | os.PathLike[str], what: str = "") -> bytes:
+    """A file's bytes.
+
+    Raises:
+        MediaFileError: it is missing, empty or unreadable; the text calls it ``what``.
+    """
+    path = os.fspath(path)
     try:
         with open(path, "rb") as file:
             data = file.read()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise MediaFileError(f"cannot read {modality} file {path!r}: {why}") from error
+        raise MediaFileError(f"cannot read {what}{path!r}: {getattr(error, 'strerror', None) or error}") from error
     if not data:
-        raise MediaFileError(f"cannot use {modality} file {path!r}: it is empty")
-    return MediaPart(modality, data=data)
+        raise MediaFileError(f"cannot use {what}{path!r}: it is empty")
+    return data

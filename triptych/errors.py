@@ -154,13 +154,14 @@ def decode_details(error: grpc.RpcError) -> Details | None:
     for key, value in metadata or ():
         if key == DETAILS_KEY:
             try:
-                return _decode(error_pb2.ErrorStatus.FromString(bytes(value)))
+                return decode(error_pb2.ErrorStatus.FromString(bytes(value)))
             except Exception:  # a broken trailer must not hide the error that it came with
                 return None
     return None
 
 
-def _decode(status: error_pb2.ErrorStatus) -> Details:
+def decode(status: error_pb2.ErrorStatus) -> Details:
+    """The details of a status."""
     details = Details(message=status.message)
     for item in status.details:
         match item.type_url.rpartition("/")[2]:
@@ -186,7 +187,7 @@ def from_rpc_error(error: grpc.RpcError, *, request_id: str = "", message: str =
 
 def from_status(status: error_pb2.ErrorStatus) -> TriptychError:
     """The typed error that a service sent in a message of its own."""
-    return _typed(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), _decode(status), "")
+    return _typed(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), decode(status), "")
 
 
 def _typed(code: grpc.StatusCode, details: Details, request_id: str) -> TriptychError:

@@ -12,11 +12,37 @@ import grpc
 from triptych.answer import ChatResult, Delta
 from triptych.attempts import Attempts
 from triptych.gateway.v1 import gateway_pb2
-from triptych.pages_base import ACCEPTED, AHEAD, PageAnswerBase, PagesBase
-from triptych.pages_request import PageParts, build_page
+from triptych.pages_base import ACCEPTED, AHEAD, OutboxBase, PageAnswerBase, PagesBase
+from triptych.pages_request import PageParts
 
 
-class Pages(PagesBase):
+class PageAnswer(PageAnswerBase):
+    """One page's answer, read as it is made: iterating yields its deltas, and raises what was wrong with the page."""
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if self._complete:
+                raise StopIteration
+            self._pages._advance(self)
+        return self._deltas.popleft()
+
+    def read(self) -> ChatResult:
+        """The whole answer, waiting for it.
+
+        Raises:
+            TriptychError: what was wrong with this page.
+        """
+        for _ in self:
+            pass
+        return self.result
+
+
+class Pages(PagesBase[PageAnswer]):
     """Answers about pages, in order. Entering waits until the gateway has taken the question; leaving cancels the rest.
 
     A page is taken from the iterator when at most one before it has no complete answer. Raises, on entering and while reading:
@@ -24,17 +50,16 @@ class Pages(PagesBase):
         Exception: whatever the iterator of pages raised, after the answers about the pages before.
     """
 
+    _kind = PageAnswer
+
     def __init__(
         self, method: Callable[..., Any], pages: Iterable[PageParts], start: gateway_pb2.ChatPagesRequest, attempts: Attempts
     ) -> None:
-        super().__init__(start, attempts)
-        self._method, self._source = method, iter(pages)
-        self._call: Any = None
-        self._page: PageAnswer | None = None
+        super().__init__(method, iter(pages), start, attempts)
 
     def __enter__(self) -> Self:
         while True:
-            self._outbox = _Outbox(self._start, self._source)
+            self._outbox = _Outbox(self._start, self._source, threading.Semaphore(0))
             call = self._method(self._outbox.requests(), timeout=self._attempts.remaining(), metadata=self._attempts.metadata)
             try:
                 if ACCEPTED in dict(call.initial_metadata()):
@@ -63,22 +88,12 @@ class Pages(PagesBase):
         """The next page's answer; what was not read of the one before is skipped."""
         while self._page is not None and not self._page._complete:
             self._advance(self._page)
-        response = self._receive()
-        if response is None:
-            if self._outbox.failure is not None:
-                raise self._outbox.failure
-            self._finish(self._outbox.sent)
+        if (page := self._next(self._receive())) is None:
             raise StopIteration
-        self._page = PageAnswer(self, response.page)
-        self._take(self._page, response)
-        return self._page
+        return page
 
     def _advance(self, page: PageAnswer) -> None:
         self._take(page, self._receive())
-
-    def _take(self, page: PageAnswer, response: gateway_pb2.ChatPagesResponse | None) -> None:
-        if self._feed(page, response):
-            self._outbox.allow(1)
 
     def _receive(self) -> gateway_pb2.ChatPagesResponse | None:
         if self._call is None:
@@ -90,66 +105,17 @@ class Pages(PagesBase):
         return response
 
 
-class PageAnswer(PageAnswerBase):
-    """One page's answer, read as it is made: iterating yields its deltas, and raises what was wrong with the page."""
-
-    def __init__(self, pages: Pages, index: int) -> None:
-        super().__init__(index, f"{pages.request_id}.{index}")
-        self._pages = pages
-
-    def __iter__(self) -> Iterator[Delta]:
-        return self
-
-    def __next__(self) -> Delta:
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if self._complete:
-                raise StopIteration
-            self._pages._advance(self)
-        return self._deltas.popleft()
-
-    def read(self) -> ChatResult:
-        """The whole answer, waiting for it.
-
-        Raises:
-            TriptychError: what was wrong with this page.
-        """
-        for _ in self:
-            pass
-        return self.result
-
-
-class _Outbox:
-    """What one call sends: the start, then a page for each that is allowed."""
-
-    def __init__(self, start: gateway_pb2.ChatPagesRequest, source: Iterator[PageParts]) -> None:
-        self._start, self._source = start, source
-        self._allowed = threading.Semaphore(0)
-        self._closed = False
-        self.sent = 0
-        self.failure: Exception | None = None  # what the pages' iterator raised
-
-    def allow(self, pages: int) -> None:
-        """Let more pages go."""
-        self._allowed.release(pages)
-
-    def close(self) -> None:
-        """Send no more."""
-        self._closed = True
-        self._allowed.release()
-
+class _Outbox(OutboxBase):
     def requests(self) -> Iterator[gateway_pb2.ChatPagesRequest]:
         """As they are allowed to go."""
         yield self._start
         while self._allowed.acquire() and not self._closed:
             try:
                 page = next(self._source)
-                request = build_page(self.sent, page)
+                request = self._made(page)
             except StopIteration:
                 return
             except Exception as failure:
                 self.failure = failure
                 return
-            self.sent += 1
             yield request

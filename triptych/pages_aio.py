@@ -11,12 +11,40 @@ import grpc
 from triptych.answer import ChatResult, Delta
 from triptych.attempts import Attempts
 from triptych.gateway.v1 import gateway_pb2
-from triptych.pages_base import ACCEPTED, AHEAD, PageAnswerBase, PagesBase
-from triptych.pages_request import PageParts, build_page
+from triptych.pages_base import ACCEPTED, AHEAD, OutboxBase, PageAnswerBase, PagesBase
+from triptych.pages_request import PageParts
 
 
-class AsyncPages(PagesBase):
+class AsyncPageAnswer(PageAnswerBase):
+    """As `PageAnswer`, with `async for` and `await answer.read()`."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if self._complete:
+                raise StopAsyncIteration
+            await self._pages._advance(self)
+        return self._deltas.popleft()
+
+    async def read(self) -> ChatResult:
+        """The whole answer, waiting for it.
+
+        Raises:
+            TriptychError: what was wrong with this page.
+        """
+        async for _ in self:
+            pass
+        return self.result
+
+
+class AsyncPages(PagesBase[AsyncPageAnswer]):
     """As `Pages`, with `async with` and `async for`; pages of a plain iterator are taken from it on a thread."""
+
+    _kind = AsyncPageAnswer
 
     def __init__(
         self,
@@ -25,15 +53,12 @@ class AsyncPages(PagesBase):
         start: gateway_pb2.ChatPagesRequest,
         attempts: Attempts,
     ) -> None:
-        super().__init__(start, attempts)
-        self._method = method
-        self._source = aiter(pages) if isinstance(pages, AsyncIterable) else _on_a_thread(pages)
-        self._call: Any = None
-        self._page: AsyncPageAnswer | None = None
+        source = aiter(pages) if isinstance(pages, AsyncIterable) else _on_a_thread(pages)
+        super().__init__(method, source, start, attempts)
 
     async def __aenter__(self) -> Self:
         while True:
-            self._outbox = _Outbox(self._start, self._source)
+            self._outbox = _Outbox(self._start, self._source, asyncio.Semaphore(0))
             call = self._method(self._outbox.requests(), timeout=self._attempts.remaining(), metadata=self._attempts.metadata)
             try:
                 if ACCEPTED in dict(await call.initial_metadata()):
@@ -62,22 +87,12 @@ class AsyncPages(PagesBase):
         """The next page's answer; what was not read of the one before is skipped."""
         while self._page is not None and not self._page._complete:
             await self._advance(self._page)
-        response = await self._receive()
-        if response is None:
-            if self._outbox.failure is not None:
-                raise self._outbox.failure
-            self._finish(self._outbox.sent)
+        if (page := self._next(await self._receive())) is None:
             raise StopAsyncIteration
-        self._page = AsyncPageAnswer(self, response.page)
-        self._take(self._page, response)
-        return self._page
+        return page
 
     async def _advance(self, page: AsyncPageAnswer) -> None:
         self._take(page, await self._receive())
-
-    def _take(self, page: AsyncPageAnswer, response: gateway_pb2.ChatPagesResponse | None) -> None:
-        if self._feed(page, response):
-            self._outbox.allow(1)
 
     async def _receive(self) -> gateway_pb2.ChatPagesResponse | None:
         if self._call is None:
@@ -89,69 +104,19 @@ class AsyncPages(PagesBase):
         return response if isinstance(response, gateway_pb2.ChatPagesResponse) else None
 
 
-class AsyncPageAnswer(PageAnswerBase):
-    """As `PageAnswer`, with `async for` and `await answer.read()`."""
-
-    def __init__(self, pages: AsyncPages, index: int) -> None:
-        super().__init__(index, f"{pages.request_id}.{index}")
-        self._pages = pages
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if self._complete:
-                raise StopAsyncIteration
-            await self._pages._advance(self)
-        return self._deltas.popleft()
-
-    async def read(self) -> ChatResult:
-        """The whole answer, waiting for it.
-
-        Raises:
-            TriptychError: what was wrong with this page.
-        """
-        async for _ in self:
-            pass
-        return self.result
-
-
-class _Outbox:
-    """What one call sends: the start, then a page for each that is allowed."""
-
-    def __init__(self, start: gateway_pb2.ChatPagesRequest, source: AsyncIterator[PageParts]) -> None:
-        self._start, self._source = start, source
-        self._allowed = asyncio.Semaphore(0)
-        self._closed = False
-        self.sent = 0
-        self.failure: Exception | None = None  # what the pages' iterator raised
-
-    def allow(self, pages: int) -> None:
-        """Let more pages go."""
-        for _ in range(pages):
-            self._allowed.release()
-
-    def close(self) -> None:
-        """Send no more."""
-        self._closed = True
-        self._allowed.release()
-
+class _Outbox(OutboxBase):
     async def requests(self) -> AsyncIterator[gateway_pb2.ChatPagesRequest]:
         """As they are allowed to go."""
         yield self._start
         while await self._allowed.acquire() and not self._closed:
             try:
                 page = await anext(self._source)
-                request = build_page(self.sent, page)
+                request = self._made(page)
             except StopAsyncIteration:
                 return
             except Exception as failure:
                 self.failure = failure
                 return
-            self.sent += 1
             yield request
 
 

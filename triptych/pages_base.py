@@ -1,11 +1,13 @@
 """What both clients' answers about pages share: putting them together. It knows no channel, thread or loop."""
 
 from collections import deque
+from typing import Any, Generic, TypeVar
 
 from triptych import errors
 from triptych.answer import Answer, ChatResult, Delta
 from triptych.attempts import Attempts
 from triptych.gateway.v1 import gateway_pb2
+from triptych.pages_request import PageParts, build_page
 
 AHEAD = 2  # pages sent whose answers are not complete: the gateway prepares one while it answers another
 ACCEPTED = "x-request-id"  # in the gateway's initial metadata: the question is fine, pages may come
@@ -18,9 +20,10 @@ class PageAnswerBase:
         index: which page, from 0.
     """
 
-    def __init__(self, index: int, request_id: str) -> None:
+    def __init__(self, pages: Any, index: int) -> None:
         self.index = index
-        self._answer = Answer(request_id)
+        self._pages = pages
+        self._answer = Answer(f"{pages.request_id}.{index}")
         self._error: errors.TriptychError | None = None
         self._complete = False
 
@@ -46,11 +49,44 @@ class PageAnswerBase:
         return self._answer.deltas
 
 
-class PagesBase:
+class OutboxBase:
+    """What one call sends: the start, then a page for each that is allowed."""
+
+    def __init__(self, start: gateway_pb2.ChatPagesRequest, source: Any, allowed: Any) -> None:
+        self._start, self._source, self._allowed = start, source, allowed
+        self._closed = False
+        self.sent = 0
+        self.failure: Exception | None = None  # what the pages' iterator raised
+
+    def allow(self, pages: int) -> None:
+        """Let more pages go."""
+        for _ in range(pages):
+            self._allowed.release()
+
+    def close(self) -> None:
+        """Send no more."""
+        self._closed = True
+        self._allowed.release()
+
+    def _made(self, page: PageParts) -> gateway_pb2.ChatPagesRequest:
+        request = build_page(self.sent, page)
+        self.sent += 1
+        return request
+
+
+PageT = TypeVar("PageT", bound=PageAnswerBase)
+
+
+class PagesBase(Generic[PageT]):
     """A document on its way."""
 
-    def __init__(self, start: gateway_pb2.ChatPagesRequest, attempts: Attempts) -> None:
-        self._start, self._attempts = start, attempts
+    _kind: type[PageT]
+    _outbox: OutboxBase
+
+    def __init__(self, method: Any, source: Any, start: gateway_pb2.ChatPagesRequest, attempts: Attempts) -> None:
+        self._method, self._source, self._start, self._attempts = method, source, start, attempts
+        self._call: Any = None
+        self._page: PageT | None = None
         self._read = 0  # pages whose answers are complete
 
     @property
@@ -58,8 +94,20 @@ class PagesBase:
         """The id under which the services log this call; page N is REQUEST_ID.N."""
         return self._attempts.request_id
 
-    def _feed(self, page: PageAnswerBase, response: gateway_pb2.ChatPagesResponse | None) -> bool:
-        """Add the stream's next message to the page that is read; says whether its answer is now complete.
+    def _next(self, response: gateway_pb2.ChatPagesResponse | None) -> PageT | None:
+        """The page that the stream's next message begins; None where the stream has ended."""
+        if response is not None:
+            self._page = self._kind(self, response.page)
+            self._take(self._page, response)
+            return self._page
+        if self._outbox.failure is not None:
+            raise self._outbox.failure
+        if self._read < self._outbox.sent:
+            raise self._truncated(f"{self._read} of {self._outbox.sent} pages were answered when the stream ended")
+        return None
+
+    def _take(self, page: PageAnswerBase, response: gateway_pb2.ChatPagesResponse | None) -> None:
+        """Add the stream's next message to the page that is read; another page may go when its answer is complete.
 
         Raises:
             StreamTruncated: the stream ended, or another page began, within an answer.
@@ -71,13 +119,9 @@ class PagesBase:
         else:
             page._answer.feed(response.chat)
         page._complete = response.HasField("error") or response.chat.HasField("done")
-        self._read += page._complete
-        return page._complete
-
-    def _finish(self, sent: int) -> None:
-        """Say that the stream has ended."""
-        if self._read < sent:
-            raise self._truncated(f"{self._read} of {sent} pages were answered when the stream ended")
+        if page._complete:
+            self._read += 1
+            self._outbox.allow(1)
 
     def _truncated(self, message: str) -> errors.StreamTruncated:
         return errors.StreamTruncated(message, request_id=self.request_id)

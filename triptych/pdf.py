@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from triptych.content import MediaPart, Source
+from triptych.content import MediaPart, Source, read_file
 from triptych.errors import InvalidArgument, MediaFileError
 
 DPI = 150.0
@@ -43,7 +43,7 @@ class Pdf:
         self.name = "the PDF" if isinstance(source, bytes) else os.fspath(source)
         self._scale, self._max_pixels = dpi / _POINTS, max_pixels
         pdfium = _pdfium()
-        data = source if isinstance(source, bytes) else _read(self.name)
+        data = source if isinstance(source, bytes) else read_file(self.name)
         if not data:
             raise MediaFileError(f"cannot use {self.name!r}: it is empty")
         with _PDFIUM:
@@ -95,15 +95,6 @@ def _why(code: int | None, password: str | None) -> str:
     if code == _PASSWORD_ERROR:
         return "it is encrypted; save it without a password, or give it" if password is None else "the password is wrong"
     return "it is no PDF, damaged, or without pages"
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except (OSError, ValueError) as error:
-        raise MediaFileError(f"cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
-    return data
 
 
 def _png(width: int, height: int, stride: int, pixels: memoryview) -> bytes:

@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, get_args
 
 from triptych.common.v1 import sampling_pb2
 from triptych.content import MediaPart, Messages, ModalityName
@@ -86,7 +86,10 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
         raise TypeError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(Options.__annotations__))}")
     turns = _turns(messages)
     media = options.get("media", ())
-    turns[-1][1][:0] = [media] if isinstance(media, MediaPart) else list(media)
+    items = [media] if isinstance(media, MediaPart) else list(media)
+    if any(isinstance(item, str) for item in items):  # a path, most likely, or the letters of one
+        raise _invalid("media", "an item is made by triptych.image, .audio or .video, not a str")
+    turns[-1][1][:0] = items
     model = options.get("model", "default")
     _check_unicode("model", model)
     request = kind(
@@ -104,7 +107,7 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
 
 def _turns(messages: Messages) -> list[tuple[str, list[Any]]]:
     """At least one role with its parts."""
-    parts: list[Any] = [messages] if isinstance(messages, str | MediaPart) else list(messages)
+    parts: list[Any] = [messages] if isinstance(messages, str | MediaPart | Mapping) else list(messages)
     if not any(isinstance(part, Mapping) and "role" in part for part in parts):
         return [("user", parts)]
     turns: list[tuple[str, list[Any]]] = []
@@ -112,7 +115,7 @@ def _turns(messages: Messages) -> list[tuple[str, list[Any]]]:
         if not isinstance(message, Mapping) or "role" not in message:
             raise _invalid(f"messages[{index}]", "messages and parts cannot be mixed in one list")
         content = message.get("content") or []
-        turns.append((message["role"], [content] if isinstance(content, str | MediaPart) else list(content)))
+        turns.append((message["role"], [content] if isinstance(content, str | MediaPart | Mapping) else list(content)))
     return turns
 
 
@@ -129,23 +132,21 @@ def _part(path: str, part: object) -> gateway_pb2.Part:
     if isinstance(part, str):
         _check_unicode(path, part)
         return gateway_pb2.Part(text=part)
-    if isinstance(part, MediaPart):
+    if isinstance(part, MediaPart) and part.modality in get_args(ModalityName):
         _check_unicode(path, part.url)
-        source = _media(f"{path}.{part.modality}", part)
-        match part.modality:
-            case "image":
-                return gateway_pb2.Part(image=source)
-            case "audio":
-                return gateway_pb2.Part(audio=source)
-            case "video":
-                return gateway_pb2.Part(video=source)
+        made = gateway_pb2.Part()
+        _fill(getattr(made, part.modality), part, f"{path}.{part.modality}")
+        return made
     raise _invalid(path, f"a part is a str or made by triptych.image, .audio or .video, not {type(part).__name__}")
 
 
-def _media(path: str, part: MediaPart) -> gateway_pb2.Media:
+def _fill(media: gateway_pb2.Media, part: MediaPart, path: str) -> None:
     if not isinstance(part.detail, str) or part.detail not in _DETAILS:
         raise _invalid(f"{path}.detail", f"{part.detail!r} is not one of {', '.join(_DETAILS)}")
-    media = gateway_pb2.Media(url=part.url) if part.url else gateway_pb2.Media(data=part.data)
+    if part.url:
+        media.url = part.url
+    else:
+        media.data = part.data
     if part.detail != "auto":
         media.detail = _DETAILS[part.detail]
     for name in ("min_pixels", "max_pixels"):
@@ -156,7 +157,6 @@ def _media(path: str, part: MediaPart) -> gateway_pb2.Media:
             setattr(media, name, pixels)
         except (TypeError, ValueError) as error:
             raise _invalid(f"{path}.{name}", f"{pixels!r} is not allowed: {error}") from error
-    return media
 
 
 def _openai_part(path: str, part: Mapping[str, Any]) -> str | MediaPart:

@@ -1,7 +1,7 @@
 """Configuration from one frozen dataclass: its defaults, ``TRIPTYCH_*`` variables, then command-line flags.
 
 The dataclass is the only place where an option exists; the flags, their help and the environment variables are derived
-from it. An unknown flag, an unknown ``TRIPTYCH_`` variable of this service or a value of the wrong type is an error.
+from it. An unknown flag or a value of the wrong type is an error; variables of the same prefix may be other services'.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def parse_config(
     types = get_type_hints(config_type)
     fields = {f.name: f for f in dataclasses.fields(config_type)}
     parser = argparse.ArgumentParser(
-        description=config_type.__doc__, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        usage=argparse.SUPPRESS,  # twenty lines, before every error too
+        description=config_type.__doc__,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for name, f in fields.items():
         variable = PREFIX + name.upper()

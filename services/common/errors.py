@@ -13,6 +13,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
 from triptych.common.v1 import error_pb2
+from triptych.errors import Details, decode, decode_details
 
 DOMAIN = "triptych"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -69,25 +70,13 @@ class ServiceError(Exception):
     @classmethod
     def from_proto(cls, status: error_pb2.ErrorStatus) -> ServiceError:
         """The error that another service sent."""
-        error = cls(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message)
-        for packed in status.details:
-            name = packed.type_url.rpartition(".")[2]
-            if name == "BadRequest":
-                violations = error_pb2.BadRequest.FromString(packed.value).field_violations
-                error.field = violations[0].field if violations else None
-            elif name == "ErrorInfo":
-                info = error_pb2.ErrorInfo.FromString(packed.value)
-                error.reason, error.metadata = info.reason, dict(info.metadata)
-            elif name == "RetryInfo":
-                error.retry_delay = error_pb2.RetryInfo.FromString(packed.value).retry_delay.ToNanoseconds() / 1e9
-        return error
+        return cls._decoded(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), decode(status))
 
     @classmethod
     def from_rpc(cls, error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
         """The error behind a failed call to ``peer`` ("encoder", say): its own details where it sent any."""
-        for key, value in error.trailing_metadata() or ():
-            if key == "grpc-status-details-bin":
-                return cls.from_proto(error_pb2.ErrorStatus.FromString(value if isinstance(value, bytes) else value.encode()))
+        if details := decode_details(error):
+            return cls._decoded(error.code(), details)
         if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
             return cls(error.code(), f"the request's time ran out at the {peer}")
         if error.code() == grpc.StatusCode.UNAVAILABLE:
@@ -95,6 +84,12 @@ class ServiceError(Exception):
                 grpc.StatusCode.UNAVAILABLE, f"the {peer} cannot be reached; try again, or look at its logs", retry_delay=1.0
             )
         return cls(grpc.StatusCode.INTERNAL, f"the {peer} failed; its log has the details under the request id")
+
+    @classmethod
+    def _decoded(cls, code: grpc.StatusCode, details: Details) -> ServiceError:
+        field = details.violations[0][0] if details.violations else None
+        reason, delay = details.reason or None, details.retry_delay
+        return cls(code, details.message, field=field, reason=reason, metadata=details.metadata, retry_delay=delay)
 
 
 def invalid(field: str, message: str, *, reason: str | None = None, **metadata: object) -> ServiceError:

@@ -10,13 +10,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from services.common import logs
-from services.common.errors import ServiceError, unavailable
+from services.common.errors import ServiceError, invalid, unavailable
 
 logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "x-request-id"
@@ -52,38 +54,43 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith(_ALWAYS):
             return handler
-        # What a handler is given, one request or an iterator of them, goes through as it is.
         given: Any = handler  # its fields are typed for servers with threads
-        coders = handler.request_deserializer, handler.response_serializer
+        # A single request is read within the call: what is no message ends it as any other error does.
+        coders: tuple[Any, Any] = (handler.request_deserializer, handler.response_serializer)
+        read: Callable[[Any], Any] = _as_it_is
+        if not handler.request_streaming and coders[0] is not None:
+            read, coders = coders[0], (None, coders[1])
         if handler.response_streaming:
-            streaming = self._streaming(method, given.stream_stream or given.unary_stream)
+            streaming = self._streaming(method, given.stream_stream or given.unary_stream, read)
             make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
             return make(streaming, *coders)
-        unary = self._unary(method, given.stream_unary or given.unary_unary)
+        unary = self._unary(method, given.stream_unary or given.unary_unary, read)
         make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         return make(unary, *coders)
 
-    def _unary(self, method: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _unary(
+        self, method: str, handler: Callable[..., Awaitable[Any]], read: Callable[[Any], Any]
+    ) -> Callable[..., Awaitable[Any]]:
         async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             async with _Call(self, method, context) as call:
                 try:
-                    return await handler(request, context)
+                    return await handler(read(request), context)
                 except (Exception, asyncio.CancelledError) as error:
                     await call.fail(error)
 
         return wrapped
 
-    def _streaming(self, method: str, handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    def _streaming(
+        self, method: str, handler: Callable[..., AsyncGenerator[Any, None]], read: Callable[[Any], Any]
+    ) -> Callable[..., AsyncIterator[Any]]:
         async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             async with _Call(self, method, context) as call:
-                stream = handler(request, context)
                 try:
-                    async for response in stream:
-                        yield response
+                    async with aclosing(handler(read(request), context)) as stream:  # parked at yield, it learns of a cancel here
+                        async for response in stream:
+                            yield response
                 except (Exception, asyncio.CancelledError) as error:
                     await call.fail(error)
-                finally:
-                    await stream.aclose()  # type: ignore[attr-defined]  # a handler parked at yield learns of a cancel only here
 
         return wrapped
 
@@ -135,12 +142,18 @@ class _Call:
         raise AssertionError("abort returned")
 
 
+def _as_it_is(request: Any) -> Any:
+    return request
+
+
 def explained(error: BaseException, request_id: str, **fields: object) -> ServiceError:
     """What a client is told of an error; one that nobody foresaw is logged with ``fields``."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, TimeoutError):
         return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed; allow it more time")
+    if isinstance(error, DecodeError):
+        return invalid("request", "its bytes are not this method's message, or a text in it is not UTF-8; look at the protos")
     logger.error("unexpected error", exc_info=error, extra={"fields": fields})
     return ServiceError(grpc.StatusCode.INTERNAL, f"internal error; the log has the details under request id {request_id}")
 

@@ -67,14 +67,9 @@ class Answers:
         return not self._open
 
     @property
-    def begun(self) -> bool:
-        """Whether the client has seen a token."""
-        return self.completion_tokens > 0
-
-    @property
     def resumable(self) -> bool:
         """Whether another language model could go on: it takes one answer's beginning, not those of several."""
-        return not self.begun or self._sampling.n == 1
+        return not self.completion_tokens or self._sampling.n == 1
 
     @property
     def tokens(self) -> Sequence[int]:

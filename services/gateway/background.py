@@ -1,13 +1,25 @@
-"""Work that outlives the request that started it, such as giving resources back. Kept track of, so that none is lost."""
+"""Work beside a request: several things at a time, and what outlives it, such as giving resources back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+
+async def side_by_side(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. Raises the first failure in that order; nothing runs when this is over."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Background:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from services.common.config import ServiceConfig, option
 from services.gateway.addresses import parse_addresses
 from services.gateway.allowed_urls import UrlPolicy
 from services.gateway.profiles import PROFILES
-from services.gateway.tenants import read_tenants
+from services.gateway.tenants import Tenants, read_tenants
 from services.models.media import Modality
 
 MIB = 1024 * 1024
@@ -65,13 +66,11 @@ class GatewayConfig(ServiceConfig):
         super().__post_init__()
         if not self.llm:
             raise ValueError("--llm is required: the host:port of one or more language model servers")
-        for flag, value in (("--encoder", self.encoder), ("--llm", self.llm)):
-            parse_addresses(flag, value)
         for name, value in vars(PROFILES[self.profile]).items():
             if getattr(self, name) in (-1, ""):
                 object.__setattr__(self, name, value)
-        _limits(self.limit_mm_per_prompt)
-        read_tenants(self.api_keys)
+        for name in ("encoder_addresses", "llm_addresses", "items_per_prompt", "url_policy", "tenants"):
+            getattr(self, name)  # raises what is wrong with the flags behind it
         for name in ("max_audio_seconds", "max_video_seconds", "probe_seconds", "media_fetch_seconds"):
             if not 0 < getattr(self, name) < _LONGEST:
                 flag = f"--{name.replace('_', '-')}"
@@ -80,10 +79,6 @@ class GatewayConfig(ServiceConfig):
             raise ValueError(f"--media-redirects must be 0 to 20, got {self.media_redirects}")
         if self.allowed_local_media_path and not Path(self.allowed_local_media_path).is_dir():
             raise ValueError(f"--allowed-local-media-path must be a folder, got {self.allowed_local_media_path!r}")
-        try:
-            UrlPolicy.of(self.allowed_media_domains, self.allowed_media_private_networks)
-        except ValueError as error:
-            raise ValueError(f"--allowed-media-domains or --allowed-media-private-networks: {error}") from None
         if not 0 <= self.kept_for_text < 1:
             raise ValueError(f"--kept-for-text must be at least 0 and less than 1, got {self.kept_for_text}")
         if not 0 <= self.video_pruning_rate < 1:
@@ -97,33 +92,37 @@ class GatewayConfig(ServiceConfig):
             if isinstance(value, int) and value < least and name != "http_port":
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
-    @property
+    @cached_property
+    def tenants(self) -> Tenants:
+        """Whose keys are known; read once."""
+        return read_tenants(self.api_keys)
+
+    @cached_property
     def url_policy(self) -> UrlPolicy:
         """Which media may be fetched."""
-        return UrlPolicy.of(self.allowed_media_domains, self.allowed_media_private_networks)
+        try:
+            return UrlPolicy.of(self.allowed_media_domains, self.allowed_media_private_networks)
+        except ValueError as error:
+            raise ValueError(f"--allowed-media-domains or --allowed-media-private-networks: {error}") from None
 
-    @property
+    @cached_property
     def encoder_addresses(self) -> tuple[str, ...]:
         """Every encoder's host:port or dns:name:port."""
         return parse_addresses("--encoder", self.encoder)
 
-    @property
+    @cached_property
     def llm_addresses(self) -> tuple[str, ...]:
         """The same of every language model server."""
         return parse_addresses("--llm", self.llm)
 
-    @property
+    @cached_property
     def items_per_prompt(self) -> Mapping[Modality, int]:
         """Most items of each modality; one that is not named has no limit of its own."""
-        return _limits(self.limit_mm_per_prompt)
-
-
-def _limits(text: str) -> dict[Modality, int]:
-    words = {modality.word: modality for modality in Modality}
-    limits = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        word, _, number = entry.partition("=")
-        if word not in words or not number.isdecimal():
-            raise ValueError(f"--limit-mm-per-prompt must look like image=16,video=1 with {', '.join(words)}; got {entry!r}")
-        limits[words[word]] = int(number)
-    return limits
+        words = {modality.word: modality for modality in Modality}
+        limits = {}
+        for entry in filter(None, (part.strip() for part in self.limit_mm_per_prompt.split(","))):
+            word, _, number = entry.partition("=")
+            if word not in words or not number.isdecimal():
+                raise ValueError(f"--limit-mm-per-prompt must look like image=16,video=1 with {', '.join(words)}; got {entry!r}")
+            limits[words[word]] = int(number)
+        return limits

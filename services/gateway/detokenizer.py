@@ -8,16 +8,13 @@ What a token costs does not grow with the answer.
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from services.gateway.token_text import BYTE_OF_LETTER
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+from services.gateway.token_text import BYTE_TOKEN, spelled
 
 
 class Detokenizer:
@@ -138,11 +135,7 @@ class _TokenBytes(dict[int, bytes]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token: int) -> bytes:
-        text = self._tokenizer.id_to_token(token) or ""
-        try:
-            self[token] = bytes(BYTE_OF_LETTER[letter] for letter in text)
-        except KeyError:  # an added token, which stands for its own letters
-            self[token] = text.encode()
+        self[token] = spelled(self._tokenizer.id_to_token(token) or "")
         return self[token]
 
 
@@ -155,7 +148,7 @@ class _OpenTokens(dict[int, bool]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token: int) -> bool:
-        is_byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or "")
+        is_byte = BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or "")
         alone = self._tokenizer.decode([token], skip_special_tokens=True)
         self[token] = bool(is_byte) or not alone or alone.endswith("\ufffd")
         return self[token]

@@ -16,32 +16,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from services.gateway.cost import Class, Cost
 from services.gateway.tenants import Tenant
+from services.gateway.ticket import Ticket
 
 AGE_SECONDS = 5.0
 QUANTUM = 64  # of price in a round, for weight 1; less than most requests cost, so that turns are fine-grained
-
-
-@dataclass(eq=False, kw_only=True)
-class Waiting:
-    """A request in the queue. Only the queue changes it.
-
-    Attributes:
-        deadline: when it is of no use any more, by the caller's clock.
-        arrived: when it came.
-        number: counts arrivals.
-        passed: how many were let in before it that should not count on that; see :mod:`services.gateway.gate`.
-    """
-
-    tenant: Tenant
-    kind: Class
-    cost: Cost
-    priority: int
-    deadline: float
-    arrived: float
-    number: int
-    passed: int = 0
 
 
 @dataclass(eq=False)
@@ -49,7 +28,7 @@ class _Line:
     """One tenant's waiting requests, in order of arrival, and its credit."""
 
     tenant: Tenant
-    waiting: dict[Waiting, None] = field(default_factory=dict)
+    waiting: dict[Ticket, None] = field(default_factory=dict)
     credit: int = 0
 
 
@@ -67,11 +46,11 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(len(line.waiting) for line in self._lines.values())
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[Ticket]:
         for line in self._lines.values():
             yield from line.waiting
 
-    def of(self, tenant: Tenant) -> list[Waiting]:
+    def of(self, tenant: Tenant) -> list[Ticket]:
         """One tenant's, in order of arrival."""
         line = self._lines.get(tenant.name)
         return list(line.waiting) if line else []
@@ -81,29 +60,29 @@ class FairQueue:
         weights = {name: line.tenant.weight for name, line in self._lines.items()} | {tenant.name: tenant.weight}
         return tenant.weight / sum(weights.values())
 
-    def push(self, waiting: Waiting) -> None:
+    def push(self, waiting: Ticket) -> None:
         """Join."""
         self._lines.setdefault(waiting.tenant.name, _Line(waiting.tenant)).waiting[waiting] = None
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: Ticket) -> None:
         """Leave without having been served. Credit ends with a tenant's last request."""
         line = self._lines[waiting.tenant.name]
         del line.waiting[waiting]
         if not line.waiting:
             del self._lines[waiting.tenant.name]
 
-    def due(self, waiting: Waiting) -> bool:
+    def due(self, waiting: Ticket) -> bool:
         """Whether nobody may pass it any more."""
         return waiting.passed >= self._max_passed
 
-    def order(self, now: float) -> Iterator[Waiting]:
+    def order(self, now: float) -> Iterator[Ticket]:
         """Everybody, the next in turn first."""
         ordered = [self._ordered(line, now) for line in self._lines.values()]
         turns = sorted(zip(self._lines.values(), ordered, strict=True), key=lambda turn: self._rounds(turn[0], turn[1][0]))
         for _, members in turns:
             yield from members
 
-    def serve(self, waiting: Waiting, now: float, passed: Callable[[Waiting], bool]) -> None:
+    def serve(self, waiting: Ticket, now: float, passed: Callable[[Ticket], bool]) -> None:
         """It is let in: it pays, and those whom it passes count that."""
         line = self._lines[waiting.tenant.name]
         rounds = self._rounds(line, waiting)
@@ -126,12 +105,12 @@ class FairQueue:
         if line := self._lines.get(tenant.name):
             line.credit += price
 
-    def _rounds(self, line: _Line, waiting: Waiting) -> int:
+    def _rounds(self, line: _Line, waiting: Ticket) -> int:
         """Rounds until the tenant can pay for it."""
         return max(0, -((line.credit - waiting.cost.price) // (QUANTUM * line.tenant.weight)))
 
-    def _ordered(self, line: _Line, now: float) -> list[Waiting]:
-        def rank(waiting: Waiting) -> tuple[int, ...]:
+    def _ordered(self, line: _Line, now: float) -> list[Ticket]:
+        def rank(waiting: Ticket) -> tuple[int, ...]:
             if self.due(waiting):
                 return (0, waiting.number)
             aged = max(0, waiting.kind - int((now - waiting.arrived) / AGE_SECONDS))

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 from services.gateway.budgets import Budgets, NeverFits, NoPool
 from services.gateway.cost import Class, Cost
-from services.gateway.fair_queue import FairQueue, Waiting
+from services.gateway.fair_queue import FairQueue
 from services.gateway.pace import Pace
 from services.gateway.tenants import Tenant
-from services.gateway.ticket import Busy, Ticket, as_ticket
+from services.gateway.ticket import Busy, Ticket
 
 _LEAST_COMING = 16  # requests that may be looked at at once, however few may wait
 _DOUBT = 1.25  # what a foreseen wait is multiplied by before it is held against a deadline: half of them turn out longer
@@ -125,7 +125,7 @@ class Gate:
                 refusal = self._turn_away(last, "QUEUE_FULL", now)
                 if last is ticket:
                     raise refusal
-                as_ticket(last).settle(refusal)
+                last.settle(refusal)
                 self.let_in(now)  # it may have kept others back
                 break  # one place was missing
 
@@ -187,8 +187,8 @@ class Gate:
     def _let_one_in(self, now: float) -> bool:
         """The first in order that may; False where nobody may."""
         kept: set[str] = set()  # budgets of which those that are due wait for some
-        tried: dict[Waiting, frozenset[str]] = {}  # and what they wait for
-        for ticket in map(as_ticket, self.queue.order(now)):
+        tried: dict[Ticket, frozenset[str]] = {}  # and what they wait for
+        for ticket in self.queue.order(now):
             try:
                 found = self.budgets.place(ticket.cost, ticket.prefer)
             except (NeverFits, NoPool) as error:
@@ -209,11 +209,11 @@ class Gate:
                 return True
         return False
 
-    def _serve(self, ticket: Ticket, tried: dict[Waiting, frozenset[str]], takes: frozenset[str], now: float) -> None:
-        def passed(other: Waiting) -> bool:
+    def _serve(self, ticket: Ticket, tried: dict[Ticket, frozenset[str]], takes: frozenset[str], now: float) -> None:
+        def passed(other: Ticket) -> bool:
             if other not in tried and (other.tenant.name != ticket.tenant.name or other.number > ticket.number):
                 return False
-            lacks = tried[other] if other in tried else self._lacks(as_ticket(other))
+            lacks = tried[other] if other in tried else self._lacks(other)
             return lacks is None or bool(lacks & takes)
 
         self.queue.serve(ticket, now, passed)
@@ -236,18 +236,18 @@ class Gate:
             takes = self.paces[ticket.kind].takes(ticket.cost.price) if ticket.queued else 0.0
             return now + takes >= ticket.deadline
 
-        return [ticket for ticket in map(as_ticket, self.queue) if too_late(ticket)]
+        return [ticket for ticket in self.queue if too_late(ticket)]
 
-    def _drop(self, ticket: Waiting) -> None:
+    def _drop(self, ticket: Ticket) -> None:
         self.queue.remove(ticket)
-        del self.inside[as_ticket(ticket)]
+        del self.inside[ticket]
         self._notice_emptied(ticket.kind)
 
     def _notice_emptied(self, kind: Class) -> None:
         if not any(other.kind is kind for other in self.queue):
             self.paces[kind].emptied()
 
-    def _turn_away(self, ticket: Waiting, reason: str, now: float) -> Busy:
+    def _turn_away(self, ticket: Ticket, reason: str, now: float) -> Busy:
         self._drop(ticket)
         return self._busy(reason, ticket.tenant, ticket.kind, now)
 
@@ -265,7 +265,7 @@ class Gate:
         ahead = sum(other.kind is kind for other in self.queue.of(tenant)) + self.arriving[tenant.name, kind]
         return ahead * (self.paces[kind].seconds_each(now) or 0.0) / self.queue.share(tenant)
 
-    def _crowds(self, kind: Class) -> list[tuple[list[Waiting], int, int]]:
+    def _crowds(self, kind: Class) -> list[tuple[list[Ticket], int, int]]:
         """Those that a request of this class competes with for places in the queue, in order of arrival: the media, for one of
         them, and everybody. With the places that there are, and how many are being looked at."""
         limit, everybody = self.limits.max_queued, sorted(self.queue, key=lambda waiting: waiting.number)

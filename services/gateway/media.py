@@ -5,7 +5,6 @@ Pictures are read here, from their headers. Recordings and videos are demuxed in
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from services.decoding.pool import DecodePool
 from services.decoding.process import Limits
 from services.decoding.specs import SoundFactsSpec, VideoFactsSpec
+from services.gateway.background import side_by_side
 from services.gateway.config import GatewayConfig
 from services.gateway.data_url import read_data_url, too_many_bytes
 from services.gateway.model import ServedModel
@@ -91,13 +91,7 @@ class Probe:
         Raises:
             ServiceError: INVALID_ARGUMENT about the first file that is refused; RESOURCE_EXHAUSTED or UNAVAILABLE, try again.
         """
-        tasks = [asyncio.ensure_future(self._medium(file)) for file in files]
-        try:
-            return [Probed(file, await task) for file, task in zip(files, tasks, strict=True)]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return list(map(Probed, files, await side_by_side(map(self._medium, files))))
 
     def _file(self, part: MediaPart) -> File:
         limit = self._config.max_item_bytes

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import grpc
+
+from services.common.errors import ServiceError
 from services.gateway.config import GatewayConfig
 from services.models.checkpoint import open_checkpoint
 from services.models.layout import PromptLayout
@@ -40,6 +43,13 @@ class ServedModel:
         """Rows of the embedding: token ids are below this."""
         return int(text_config(self.checkpoint.config).get("vocab_size") or self.layout.tokenizer.vocab_size)
 
-    def is_called(self, name: str) -> bool:
-        """Whether a request that says ``name`` means this model."""
-        return name in ("", "default", self.name)
+    def check_called(self, name: str) -> None:
+        """Refuse another model's name.
+
+        Raises:
+            ServiceError: NOT_FOUND.
+        """
+        if name not in ("", "default", self.name):
+            text = f"model: there is no model {name[:64]!r}; served is {self.name!r}, also called 'default'"
+            served = {"served": self.name}
+            raise ServiceError(grpc.StatusCode.NOT_FOUND, text, field="model", reason="MODEL_NOT_FOUND", metadata=served)

@@ -207,7 +207,8 @@ class Pages:
 
 
 def _rename(error: ServiceError, path: str) -> None:
-    """Let the error be about the page instead of the request that was made of it."""
+    """Let the error be about the page instead of the request that was made of it: the rest was fine without it."""
+    path = "messages" if error.field == "messages" else path
     if error.field is not None and error.field.startswith(path):
         error.field = error.field.replace(path, "page", 1)
         error.message = error.message.replace(path, "page", 1)

@@ -58,11 +58,6 @@ class Prompt:
         return chain(self.token_ids, media, self.cache_salt)
 
     @property
-    def patches(self) -> int:
-        """Patches that go through the encoder's towers."""
-        return sum(item.plan.patches for item in self.items)
-
-    @property
     def media_bytes(self) -> int:
         """Bytes of all items."""
         return sum(len(item.data) for item in self.items)
@@ -131,7 +126,6 @@ class PromptMaker:
             raise invalid(field, text, reason="VIDEO_TOO_LONG", limit=limit, requested=f"{seconds:.1f}")
 
     def _check_frames(self, field: str, clip: Clip, frames: int) -> None:
-        """Before anything is decoded."""
         limit = self._config.max_video_frames
         if frames > limit:
             text = f"{frames} frames of the video are to be looked at, the limit is {limit}; send a shorter one"

@@ -24,7 +24,6 @@ from services.gateway.media import Probe
 from services.gateway.metrics import LedgerCollector
 from services.gateway.model import ServedModel
 from services.gateway.servicer import ChatServicer
-from services.gateway.tenants import read_tenants
 from triptych.gateway.v1 import gateway_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ class GatewayService:
     def __init__(self, config: GatewayConfig) -> None:
         model = ServedModel(config)
         self.backends = Backends(config.encoder_addresses, config.llm_addresses, model.checkpoint.fingerprint)
-        self.tenants = read_tenants(config.api_keys)
         limits = GateLimits(
             config.max_num_running,
             config.max_queued_requests,
@@ -54,8 +52,8 @@ class GatewayService:
         self._collector = LedgerCollector(self.ledger)
         self.background = Background()
         self.probe = Probe(model, config)
-        chat = Chat(model, config, self.probe, self.backends, self.ledger, self.background, self.tenants)
-        self._servicer = ChatServicer(model, chat, self.ledger, self.tenants)
+        chat = Chat(model, config, self.probe, self.backends, self.ledger, self.background, config.tenants)
+        self._servicer = ChatServicer(model, chat, self.ledger, config.tenants)
         self.http = self._http_server(model, config, chat) if config.http_port >= 0 else None
         self._poller: asyncio.Task[None] | None = None
 
@@ -89,7 +87,7 @@ class GatewayService:
 
     def _http_server(self, model: ServedModel, config: GatewayConfig, chat: Chat) -> HttpServer:
         routes = Routes(model, chat, self._servicer, config.max_text_bytes, lambda: self.backends.ready)
-        door = Door(routes.table, routes.check_caller, config.max_http_body_bytes, HTTP_STALL_SECONDS)
+        door = Door(routes.table, routes.check_caller, config.max_http_body_bytes, config.max_media_bytes, HTTP_STALL_SECONDS)
         return HttpServer(door, config.host, config.http_port)
 
     async def _keep_polling(self, readiness: Readiness) -> None:

@@ -44,7 +44,7 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
                 yield self.response(event)
 
     async def EstimateTokens(
-        self, request: gateway_pb2.EstimateTokensRequest, context: Context
+        self, request: gateway_pb2.EstimateTokensRequest | gateway_pb2.ChatRequest, context: Context
     ) -> gateway_pb2.EstimateTokensResponse:
         _present(context)
         prompt = await self._chat.prompt(request)
@@ -138,12 +138,7 @@ def _present(context: Context) -> None:
 
 
 def _budgets(figures: Mapping[str, int]) -> gateway_pb2.Cost:
-    return gateway_pb2.Cost(
-        encoder_patches=figures.get("encoder_patches", 0),
-        prefill_tokens=figures.get("prefill_tokens", 0),
-        kv_blocks=figures.get("kv_blocks", 0),
-        host_bytes=figures.get("host_bytes", 0),
-    )
+    return gateway_pb2.Cost(**{budget.name: figures.get(budget.name, 0) for budget in gateway_pb2.Cost.DESCRIPTOR.fields})
 
 
 def _done(event: Done) -> gateway_pb2.Done:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.gateway.budgets import Prefer, Reservation
-from services.gateway.fair_queue import Waiting
+from services.gateway.cost import Class, Cost
+from services.gateway.tenants import Tenant
 
 Outcome = Reservation | Exception
 
@@ -25,10 +26,14 @@ class Busy(Exception):
 
 
 @dataclass(eq=False, kw_only=True)
-class Ticket(Waiting):
-    """A request at the gate. Only the gate changes it.
+class Ticket:
+    """A request at the gate. Only gate and queue change it.
 
     Attributes:
+        deadline: when it is of no use any more, by the caller's clock.
+        arrived: when it came.
+        number: counts arrivals.
+        passed: how many were let in before it that should not count on that; see :mod:`services.gateway.gate`.
         settle: told once how waiting ended; not told of what :meth:`Gate.enter` raises.
         prefer: the order in which pools are tried.
         queued: whether it had to wait.
@@ -36,14 +41,16 @@ class Ticket(Waiting):
         reservation: what it holds, once it is let in.
     """
 
+    tenant: Tenant
+    kind: Class
+    cost: Cost
+    priority: int
+    deadline: float
+    arrived: float
+    number: int
     settle: Callable[[Outcome], None]
+    passed: int = 0
     prefer: Prefer | None = None
     queued: bool = False
     admitted: float = 0.0
     reservation: Reservation | None = None
-
-
-def as_ticket(waiting: Waiting) -> Ticket:
-    """The queue holds nothing else."""
-    assert isinstance(waiting, Ticket)
-    return waiting

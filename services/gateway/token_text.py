@@ -7,7 +7,7 @@ import re
 
 from tokenizers import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"  # how SentencePiece spells it
 
 
@@ -18,39 +18,42 @@ def _bytes_of_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-BYTE_OF_LETTER = _bytes_of_letters()
+_BYTE_OF_LETTER = _bytes_of_letters()
 
 
-class TokenTexts:
-    """Looks tokens up, each once.
+def spelled(word: str) -> bytes:
+    """The bytes that a word of a byte-level vocabulary is; one with other letters, an added token, stands for its own."""
+    try:
+        return bytes(_BYTE_OF_LETTER[letter] for letter in word)
+    except KeyError:
+        return word.encode()
+
+
+class TokenTexts(dict[int, tuple[str, bytes]]):
+    """Each token's text, in which bytes that are no character alone are U+FFFD, and its bytes; looked up when first asked for.
 
     Joined, the bytes of a text's tokens are the text's, but for a space that some tokenizers put before the first word. Special
     tokens are spelled as in the vocabulary.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        super().__init__()
+        self._tokenizer, self._is_byte_level = tokenizer, _is_byte_level(tokenizer)
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
-        self._byte_of = BYTE_OF_LETTER if _is_byte_level(tokenizer) else None
-        self._known: dict[int, tuple[str, bytes]] = {}
 
-    def __getitem__(self, token: int) -> tuple[str, bytes]:
-        """A token's text, in which bytes that are no character alone are U+FFFD, and its bytes."""
-        known = self._known.get(token)
-        if known is None:
-            data = self._bytes(token)
-            known = self._known[token] = data.decode(errors="replace"), data
-        return known
+    def __missing__(self, token: int) -> tuple[str, bytes]:
+        data = self._bytes(token)
+        self[token] = data.decode(errors="replace"), data
+        return self[token]
 
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
         word = self._tokenizer.id_to_token(token) or ""
-        if self._byte_of is not None and all(letter in self._byte_of for letter in word):
-            return bytes(self._byte_of[letter] for letter in word)
-        if byte := _BYTE_TOKEN.fullmatch(word):
-            return bytes([int(byte[1], 16)])
-        return word.replace(_SPACE, " ").encode()
+        if self._is_byte_level:
+            return spelled(word)
+        byte = BYTE_TOKEN.fullmatch(word)
+        return bytes([int(byte[1], 16)]) if byte else word.replace(_SPACE, " ").encode()
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

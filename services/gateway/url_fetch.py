@@ -23,6 +23,7 @@ import httpcore2
 from services.common import logs
 from services.common.errors import ServiceError, invalid
 from services.gateway.allowed_urls import Target, UrlPolicy, UrlRefused
+from services.gateway.background import side_by_side
 from services.gateway.config import GatewayConfig
 from services.gateway.data_url import scheme_of, too_many_bytes
 from services.gateway.local_files import read_local
@@ -72,13 +73,7 @@ class Fetcher:
         if not named:
             return conversation, 0.0
         started = time.monotonic()
-        tasks = [asyncio.ensure_future(self._part(part)) for part in named]
-        try:
-            found = {part.field: await task for part, task in zip(named, tasks, strict=True)}
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        found = {part.field: part for part in await side_by_side(map(self._part, named))}
         messages = tuple(
             replace(message, parts=tuple(found.get(p.field, p) if isinstance(p, MediaPart) else p for p in message.parts))
             for message in conversation.messages
@@ -136,7 +131,10 @@ class Fetcher:
         ):
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in headers:
-                return urljoin(target.url, headers[b"location"].decode("latin-1"))
+                try:
+                    return urljoin(target.url, headers[b"location"].decode("latin-1"))
+                except ValueError:
+                    raise UrlRefused("a redirect to no URL") from None
             if response.status != 200:
                 text = f"its server answered with status {response.status}; look at the URL, or send the file's bytes"
                 raise invalid(field, text, reason="URL_FAILED", status=response.status)

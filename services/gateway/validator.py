@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
-
 from services.common.errors import ServiceError, invalid
 from services.common.salts import check_salt
 from services.gateway.config import GatewayConfig
@@ -63,15 +61,13 @@ class Validator:
         Raises:
             ServiceError: NOT_FOUND for another model's name, else INVALID_ARGUMENT.
         """
-        if not self._model.is_called(request.model):
-            text = f"model: there is no model {request.model[:64]!r}; served is {self._model.name!r}, also called 'default'"
-            served = {"served": self._model.name}
-            raise ServiceError(grpc.StatusCode.NOT_FOUND, text, field="model", reason="MODEL_NOT_FOUND", metadata=served)
+        self._model.check_called(request.model)
         self._check_counts(request.messages)
         messages = tuple(self._message(message, f"messages[{i}]") for i, message in enumerate(request.messages))
         self._check_totals(messages)
         sampling = read_sampling(request.sampling, self._model.checkpoint.generation, self._model.vocab_size)
-        return Conversation(messages, sampling, _salt(request))
+        check_salt(request.cache_salt)
+        return Conversation(messages, sampling, request.cache_salt)
 
     def _check_counts(self, messages: Sequence[gateway_pb2.Message]) -> None:
         if not messages:
@@ -133,11 +129,6 @@ class Validator:
         if look.min_pixels and look.max_pixels and look.min_pixels > look.max_pixels:
             raise invalid(f"{field}.min_pixels", f"must be at most max_pixels = {look.max_pixels}, got {look.min_pixels}")
         return look
-
-
-def _salt(request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> str:
-    check_salt(request.cache_salt)
-    return request.cache_salt
 
 
 def _over(field: str, count: int, limit: int, what: str) -> ServiceError:

@@ -130,6 +130,26 @@ async def test_a_bug_in_a_stream_is_opaque_too() -> None:
 
 
 @pytest.mark.asyncio
+async def test_bytes_that_are_no_message_are_told_as_such() -> None:
+    interceptor = ServiceInterceptor()
+    server = grpc.aio.server(interceptors=[interceptor])
+    llm_pb2_grpc.add_LlmServiceServicer_to_server(Servicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for junk in (b"\xff\xff\xff", b"\x0a\x02\xff\xfe"):  # no field; a request_id that is not UTF-8
+            for call in (
+                channel.unary_unary("/triptych.llm.v1.LlmService/Abort")(junk, timeout=10),
+                channel.unary_stream("/triptych.llm.v1.LlmService/Generate")(junk, timeout=10).read(),
+            ):
+                error, _, details = await failure(call)
+                assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and "UTF-8" in str(error.details())
+                assert "BadRequest" in details
+        assert interceptor.in_flight == 0
+    await server.stop(None)
+
+
+@pytest.mark.asyncio
 async def test_leaving_a_stream_reaches_the_handler_and_the_count() -> None:
     async with serving() as (stub, servicer, interceptor):
         stream = stub.Generate(llm_pb2.GenerateRequest(), timeout=30)

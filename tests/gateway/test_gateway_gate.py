@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.gateway.budgets import BATCHES_AHEAD, NeverFits, NoPool, Reservation
 from services.gateway.cost import Class, Cost, kind_of
-from services.gateway.fair_queue import AGE_SECONDS, QUANTUM, Waiting
+from services.gateway.fair_queue import AGE_SECONDS, QUANTUM
 from services.gateway.gate import Gate, GateLimits
 from services.gateway.tenants import EVERYBODY, Tenant
 from services.gateway.ticket import Busy, Outcome, Ticket
@@ -412,7 +412,7 @@ class GateMachine(RuleBasedStateMachine):
         self.gate = Gate(GateLimits(max_running=5, max_queued=8, max_passed=3, max_media_bytes=100))
         self.now, self.arrivals = 0.0, 0
         self.told: dict[Ticket, list[Outcome]] = {}
-        self.overtaken: Counter[Waiting] = Counter()
+        self.overtaken: Counter[Ticket] = Counter()
         self.seen: set[Ticket] = set()
 
     @initialize()

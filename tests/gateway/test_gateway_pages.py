@@ -89,10 +89,11 @@ async def test_a_page_that_fails_leaves_the_others_alone(qwen: Path) -> None:
     async with stack(qwen) as s:
         requests = [start(messages=[gateway_pb2.Message(role=1, parts=[part("Be brief.")])], remember=2)]
         requests += [page(picture()), page("about", b"no picture"), page(), page(("audio", b"x")), page(picture())]
+        requests.append(page(*[picture()] * 9))
         pages = await pages_of(s, iter(requests))
         failed = errors_of(pages)
-        assert list(failed) == [1, 2, 3] and all(text_of(pages[n]) is not None for n in (0, 4))
-        assert [error.field for error in failed.values()] == ["page.parts[1].image", "page.parts", "page.parts[0].audio"]
+        assert list(failed) == [1, 2, 3, 5] and all(text_of(pages[n]) is not None for n in (0, 4))
+        assert [error.field for error in failed.values()] == ["page.parts[1].image", "page.parts", "page.parts[0].audio", "page"]
         assert all(e.code is CODE.INVALID_ARGUMENT and e.message.startswith(e.field or "?") for e in failed.values())
         s.encoder.error = ServiceError(
             CODE.INVALID_ARGUMENT, "messages[1].parts[0].image: bad", field="messages[1].parts[0].image"

@@ -38,7 +38,8 @@ def test_torch_is_never_imported() -> None:
 )
 def test_bad_flags_are_one_line(flags: list[str], text: str) -> None:
     result = subprocess.run([sys.executable, "-m", "services.gateway", *flags], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode != 0 and text in result.stderr and "Traceback" not in result.stderr
+    [line] = result.stderr.splitlines()
+    assert result.returncode != 0 and text in line
 
 
 @pytest.mark.asyncio

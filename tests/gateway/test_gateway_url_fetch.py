@@ -37,6 +37,7 @@ async def test_redirects_are_checked_hop_by_hop() -> None:
             "to_file": "file:///etc/hostname",
             "to_data": "data:image/png;base64,AAAA",
             "to_user": f"http://a@pictures.test:{web.port}/",
+            "to_nothing": "http://[::1",
             "to_backslash": f"http://pictures.test:{web.port}\\@127.0.0.1/",
         }
         web.pages |= {f"/{name}": page(b"", "302 Found", Location=url) for name, url in hops.items()}

@@ -242,6 +242,9 @@ async def test_a_deadline_ends_the_request(llava: Path) -> None:
         for wrong in ("soon", "-1", "nan"):
             reply = await http.post(CHAT, json={"messages": HI}, headers={"x-request-timeout": wrong})
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_header")
+        for path, body in (("/v1/estimate", {"messages": HI}), ("/tokenize", {"messages": HI}), ("/tokenize", {"prompt": "x"})):
+            for seconds, status in (("soon", 400), ("0.000001", 504)):
+                assert (await http.post(path, json=body, headers={"x-request-timeout": seconds})).status_code == status
         await s.idle()
 
 
@@ -301,6 +304,25 @@ async def test_bodies_have_a_limit(llava: Path) -> None:
             writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
             assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 413 ")
         assert not s.llm.requests
+
+
+@pytest.mark.asyncio
+async def test_all_bodies_together_have_a_limit_and_small_ones_pass(llava: Path) -> None:
+    async with door(llava, max_media_bytes=300_000) as (s, _, http):
+        s.llm.gate.clear()
+        large = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "x" * 200_000}]}
+        first = asyncio.create_task(http.post(CHAT, json=large))
+        await until(lambda: s.llm.running == 1)
+        full = await http.post(CHAT, json=large)
+        assert (full.status_code, full.json()["error"]["code"], full.headers["retry-after"]) == (429, "media_full", "1")
+        small = asyncio.create_task(http.post(CHAT, json={"messages": HI}))
+        await until(lambda: s.llm.running == 2)
+        s.llm.gate.set()
+        assert [(await answer).status_code for answer in (first, small)] == [200, 200]
+        assert (await http.post(CHAT, json=large)).status_code == 200
+        longest = {"messages": [{"role": "user", "content": "hi", "name": "x" * 400_000}]}
+        assert (await http.post(CHAT, json=longest)).status_code == 200  # more than all, when nobody else holds any
+        await s.idle()
 
 
 @pytest.mark.asyncio
@@ -461,8 +483,14 @@ async def test_the_other_routes(qwen: Path) -> None:
         chat = (await http.post("/tokenize", json={"messages": HI})).json()
         assert chat["count"] == len(chat["tokens"]) and chat["token_strs"] is None
         assert chat["count"] == (await http.post("/v1/estimate", json={"messages": HI})).json()["usage"]["prompt_tokens"]
-        for wrong in ({}, {"prompt": "x", "messages": HI}, {"prompt": 5}, {"prompt": "x", "text": "y"}):
+        for wrong in (
+            {}, {"prompt": "x", "messages": HI}, {"prompt": 5}, {"prompt": "x", "text": "y"}, {"prompt": "x", "model": 5},
+            {"messages": HI, "add_special_tokens": True},
+        ):  # fmt: skip
             assert (await http.post("/tokenize", json=wrong)).status_code == 400
+        for shown in ({"prompt": "x"}, {"messages": HI}):
+            other = await http.post("/tokenize", json={**shown, "model": "gpt-5"})
+            assert (other.status_code, other.json()["error"]["param"]) == (404, "model")
 
         assert (await http.get("/health")).json() == {"status": "ok"}
         metrics = await http.get("/metrics")

@@ -35,13 +35,16 @@ class FakeGateway(gateway_pb2_grpc.ChatServiceServicer):
         self.refusals = 0  # of the next calls about pages
         self.requests: list[Any] = []
         self.request_ids: list[str] = []
+        self.keys: list[object] = []
         self.remaining: list[float] = []
         self.cancelled = threading.Event()
         self.script: Callable[[Any], Iterator[Chat]] = lambda context: iter([ADMITTED, *DELTAS, DONE])
 
     def record(self, request: message.Message, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
-        self.request_ids.append(str(dict(context.invocation_metadata())["x-request-id"]))
+        metadata = dict(context.invocation_metadata())
+        self.request_ids.append(str(metadata["x-request-id"]))
+        self.keys.append(metadata.get("authorization"))
         self.remaining.append(context.time_remaining())
 
     def Chat(self, request, context):

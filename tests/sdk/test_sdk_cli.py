@@ -83,6 +83,14 @@ def test_estimate_prints_tokens_media_and_cost(gateway, picture, capsys):
     assert (figures["media"][0]["modality"], figures["cost"]["kv_blocks"]) == ("image", 4)
 
 
+def test_the_api_key_is_the_environment_s(gateway, picture, monkeypatch):
+    monkeypatch.setenv("TRIPTYCH_TOKEN", "key")
+    address = ["--address", gateway.address]
+    for command in (["ask", "what?"], ["ask", "what?", "--pages", str(picture)], ["estimate", "what?"], ["status"]):
+        assert main([*command, *address]) == 0
+    assert set(gateway.keys) == {"Bearer key"} and len(gateway.keys) >= 3
+
+
 def test_status_of_one_service(gateway, capsys):
     chat = "triptych.gateway.v1.ChatService"
     assert main(["status", "--address", gateway.address, "--service", chat]) == 0

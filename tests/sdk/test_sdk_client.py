@@ -276,12 +276,51 @@ def test_the_sdk_is_light():
         ("hi", {"stop": "\udcff"}, r"sampling\.stop"),
         ("hi", {"request_id": "a\nb"}, "request_id"),
         ("hi", {"request_id": "é"}, "request_id"),
+        ("hi", {"media": "cat.jpg"}, "media"),
+        ("hi", {"media": ["cat.jpg"]}, "media"),
+        ("hi", {"timeout": 0}, "timeout: must be more than 0 seconds, got 0"),
+        ("hi", {"timeout": float("nan")}, "timeout"),
         ([{"type": "input_audio", "input_audio": {"data": "é"}}], {}, r"messages\[0\]\.parts\[0\]"),
     ],
 )
 def test_what_cannot_be_sent_is_an_invalid_argument(gateway, messages, options, field):
     with triptych.Client(gateway.address) as client, pytest.raises(errors.InvalidArgument, match=field):
         client.chat(messages, **options)
+    assert not gateway.requests
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        {"role": "user", "content": "hi"},
+        [{"role": "user", "content": {"type": "text", "text": "hi"}}],
+        {"type": "text", "text": "hi"},
+        [{"type": "text", "text": "hi"}],
+    ],
+)
+def test_one_message_or_part_needs_no_list(gateway, messages):
+    with triptych.Client(gateway.address) as client:
+        client.estimate(messages)
+    [message] = gateway.requests[0].messages
+    assert (message.role, [part.text for part in message.parts]) == (gateway_pb2.ROLE_USER, ["hi"])
+
+
+@pytest.mark.parametrize(("token", "sent"), [(None, None), ("", None), ("key", "Bearer key"), (" key\n", "Bearer key")])
+def test_a_token_is_sent_without_the_end_of_its_line(gateway, token, sent):
+    with triptych.Client(gateway.address, token=token) as client:
+        client.chat("what?")
+    assert gateway.keys == [sent]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("token", ["two\nlines", "é", "nul\0"])
+async def test_a_token_that_cannot_be_sent_is_an_invalid_argument_and_not_repeated(gateway, token):
+    with triptych.Client(gateway.address, token=token) as client, pytest.raises(errors.InvalidArgument, match="token") as refused:
+        client.chat("what?")
+    assert token not in str(refused.value)
+    async with triptych.AsyncClient(gateway.address, token=token) as other:
+        with pytest.raises(errors.InvalidArgument, match="token"):
+            await other.models()
     assert not gateway.requests
 
 

@@ -330,3 +330,17 @@ def test_ask_refuses_files_that_cannot_be_pages(gateway, tmp_path, capsys, names
 def test_pages_cannot_go_with_other_media(gateway, picture, capsys):
     assert main(["ask", "what?", "--image", str(picture), "--pages", str(picture), "--address", gateway.address]) == 2
     assert "cannot go with --image" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pages", ["report.pdf", b"%PDF-", triptych.image(b"x")])
+def test_what_is_not_several_pages_is_not_taken_for_its_letters(gateway, pages):
+    with triptych.Client(gateway.address) as client, pytest.raises(errors.InvalidArgument, match=r"^pages: must be several"):
+        client.pages("what?", pages)
+
+    async def other():
+        async with triptych.AsyncClient(gateway.address) as client:
+            client.pages("what?", pages)
+
+    with pytest.raises(errors.InvalidArgument, match=r"triptych\.pdf"):
+        asyncio.run(other())
+    assert not gateway.requests

@@ -163,6 +163,22 @@ def test_a_taken_http_port_is_replaced_by_a_free_one(up, tmp_path):
     assert gateway[gateway.index("--http-port") + 1] == "0"
 
 
+@pytest.mark.parametrize("flag", ["--grpc-port", "--http-port"])
+def test_a_port_that_cannot_be_had_is_told_before_anything_starts(up, tmp_path, flag):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (taken.getsockname()[1], 70000):
+            process = up(flag, str(port))
+            assert process.communicate(timeout=30)[1].splitlines()[-1].endswith(f"choose another {flag}")
+            assert process.returncode == 1
+    assert not (tmp_path / "argv").exists()
+
+
+def test_a_log_dir_that_cannot_be_made_is_one_line(up, tmp_path):
+    process = up("--log-dir", "/proc/none")
+    assert process.communicate(timeout=30)[1].startswith("triptych: error: --log-dir: cannot make /proc/none: ")
+    assert process.returncode == 1
+
+
 def test_a_profile_reaches_every_service_as_flags_that_it_knows(up, tmp_path):
     process = up("--profile", "video")
     assert process.stdout.readline().startswith("ready")

@@ -12,7 +12,6 @@ from triptych import content
 from triptych.answer import ChatResult, Delta
 from triptych.cli import options, render
 from triptych.cli.document import Document
-from triptych.client import Client
 from triptych.errors import InvalidArgument, TriptychError
 
 HELP = "Ask a question about text, images, audio and video."
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_pages(args)
     conversation = options.messages(args)
     start = time.monotonic()
-    with Client(args.address, timeout=args.timeout) as client, client.stream(conversation, **_choices(args)) as stream:
+    with options.client(args) as client, client.stream(conversation, **_choices(args)) as stream:
         _write(stream)
     _report(args, stream.result, start)
     return 0
@@ -60,7 +59,7 @@ def _run_pages(args: argparse.Namespace) -> int:
     messages = [] if args.system is None else [content.system(args.system)]
     more = {"messages": messages, "remember": args.remember, "timeout": args.timeout * len(document)}
     start, answered = time.monotonic(), 0
-    with Client(args.address) as client, client.pages(args.question, document, **more, **_choices(args)) as answers:
+    with options.client(args) as client, client.pages(args.question, document, **more, **_choices(args)) as answers:
         for answer in answers:
             place = document.sent[answer.index]
             print(f"== {document.titles[place]} ({place + 1} of {len(document)})", flush=True)

@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 from triptych import errors
 from triptych.cli import options, render
-from triptych.client import Client
 from triptych.reports import Estimate, MediaEstimate
 
 HELP = "Count a conversation's tokens and cost without running a model."
@@ -28,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if args.question is None and not args.media:
         raise errors.InvalidArgument("nothing to count: give a QUESTION, --image, --audio or --video")
     conversation = options.messages(args)
-    with Client(args.address, timeout=args.timeout) as client:
+    with options.client(args) as client:
         estimate = client.estimate(conversation, model=args.model, max_tokens=args.max_tokens)
     print(json.dumps(_json(estimate)) if args.json else "\n".join(_lines(estimate)))
     return 0

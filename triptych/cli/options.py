@@ -1,19 +1,28 @@
 """Arguments that several commands take."""
 
 import argparse
+import os
 from dataclasses import replace
 from functools import partial
 
 from triptych import content
 from triptych.base import DEFAULT_ADDRESS, DEFAULT_TIMEOUT
+from triptych.client import Client
 
+TOKEN = "TRIPTYCH_TOKEN"  # the environment: what stands on a command line, everybody on the machine can read
 _READERS = {"image": content.image, "audio": content.audio, "video": content.video}
 
 
 def add_address(parser: argparse.ArgumentParser, *, timeout: float = DEFAULT_TIMEOUT) -> None:
     """--address and --timeout."""
-    parser.add_argument("--address", metavar="HOST:PORT", default=DEFAULT_ADDRESS, help="the gateway (%(default)s)")
+    key = f"; an API key, where it asks for one, is taken from ${TOKEN}"
+    parser.add_argument("--address", metavar="HOST:PORT", default=DEFAULT_ADDRESS, help=f"the gateway (%(default)s){key}")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=timeout, help="(%(default)s)")
+
+
+def client(args: argparse.Namespace) -> Client:
+    """Of the gateway at --address."""
+    return Client(args.address, timeout=args.timeout, token=os.environ.get(TOKEN))
 
 
 def add_conversation(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +33,7 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             dest="media",
             action="append",
-            type=partial(_item, modality),
+            type=partial(lambda modality, source: (modality, source), modality),
             help=f"{modality} file or URL; may be repeated",
         )
     parser.add_argument(
@@ -46,7 +55,3 @@ def messages(args: argparse.Namespace) -> list[content.Message]:
     question = [] if args.question is None else [args.question]
     instructions = [] if args.system is None else [content.system(args.system)]
     return [*instructions, content.user(*media, *question)]
-
-
-def _item(modality: str, source: str) -> tuple[str, str]:
-    return modality, source

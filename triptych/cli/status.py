@@ -5,7 +5,6 @@ import json
 from dataclasses import asdict
 
 from triptych.cli import options
-from triptych.client import Client
 
 HELP = "Show the gateway's health, models and load, or another service's health. Exit code 1 if it takes no requests."
 EXAMPLES = """examples:
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     if args.service:
         return _check(args)
-    with Client(args.address, timeout=args.timeout) as client:
+    with options.client(args) as client:
         serving, models, load = client.ready(), client.models(), client.load()
     if args.json:
         models_json = [asdict(model) for model in models]
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    with Client(args.address, timeout=args.timeout) as client:
+    with options.client(args) as client:
         serving = client.ready(args.service)
     print(json.dumps({"address": args.address, "serving": serving}) if args.json else "serving" if serving else "not serving")
     return 0 if serving else 1

@@ -49,9 +49,18 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         say(f"triptych: error: not installed: {', '.join(missing)}; run pip install 'triptych[all]'")
         return 1
+    for flag, port in (("--grpc-port", args.grpc_port), ("--http-port", args.http_port)):
+        if (port or 0) > 0 and not _is_free(args.host, port):  # found out now, not when models are loaded
+            why = "it is taken, or not this machine's"
+            say(f"triptych: error: cannot listen on {args.host}:{port}: {why}; choose another {flag}")
+            return 1
     log_dir = args.log_dir
     if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            say(f"triptych: error: --log-dir: cannot make {log_dir}: {error.strerror}")
+            return 1
     elif not args.verbose:
         log_dir = Path(tempfile.mkdtemp(prefix="triptych-"))
     if log_dir is not None:
@@ -87,7 +96,9 @@ def _start(stack: Stack, args: argparse.Namespace) -> Child:
     encoders = stack.start("encoder", args.encoders, *backend, *ENCODER.get(args.profile, ()))
     llms = stack.start("llm", args.llms, *backend, *length, *LLM.get(args.profile, ()))
     stack.wait(lambda: all(child.address for child in [*encoders, *llms]))
-    http_port = _free_http_port(args.host) if args.http_port is None else args.http_port
+    http_port = args.http_port
+    if http_port is None:
+        http_port = _HTTP_PORT if _is_free(args.host, _HTTP_PORT) else 0
     door = ["--host", args.host, "--port", str(args.grpc_port), "--http-port", str(http_port)]
     addresses = [",".join(str(child.address) for child in children) for children in (encoders, llms)]
     (gateway,) = stack.start(
@@ -107,14 +118,13 @@ def _is_ready(client: Client) -> bool:
         return False
 
 
-def _free_http_port(host: str) -> int:
-    """The usual one, or 0 where somebody else has it."""
+def _is_free(host: str, port: int) -> bool:
     bare = host.strip("[]")
     try:
-        socket.create_server((bare, _HTTP_PORT), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
-    except OSError:
-        return 0
-    return _HTTP_PORT
+        socket.create_server((bare, port), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _flags(args: argparse.Namespace, *names: str) -> list[str]:

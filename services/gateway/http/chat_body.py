@@ -59,13 +59,6 @@ class ChatBody:
     usage_chunk: bool
     token_ids: bool
 
-    def estimate(self) -> gateway_pb2.EstimateTokensRequest:
-        """The same, to be counted only."""
-        asked = self.request
-        return gateway_pb2.EstimateTokensRequest(
-            model=asked.model, messages=asked.messages, sampling=asked.sampling, cache_salt=asked.cache_salt
-        )
-
 
 def read_chat_body(body: Value) -> ChatBody:
     """Read it.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf.message import Message
-
 from services.gateway.http.chat_body import ChatBody
 from triptych.common.v1 import usage_pb2
 from triptych.gateway.v1 import gateway_pb2
@@ -112,18 +110,13 @@ class Completion:
                 "total_tokens": usage.total_tokens,
                 "prompt_tokens_details": details,
             },
-            "stage_times": set_fields(self._done.stage_times),
+            "stage_times": {stage.name: seconds for stage, seconds in self._done.stage_times.ListFields()},
         }
 
 
 def modalities(prompt: usage_pb2.PromptTokens) -> dict[str, int]:
     """Prompt tokens by what they stand for."""
     return {"text": prompt.text, "image": prompt.image, "audio": prompt.audio, "video": prompt.video}
-
-
-def set_fields(message: Message) -> Json:
-    """The fields of a flat message that are set."""
-    return {descriptor.name: value for descriptor, value in message.ListFields()}
 
 
 def _token_logprob(token: gateway_pb2.TokenLogprob) -> Json:

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import grpc
 import prometheus_client
 
 from services.common import logs
 from services.common.errors import ServiceError, unavailable
-from services.gateway.http.exchange import ClientLeft, Exchange, Message, Receive, Send
+from services.gateway.http.exchange import LARGE_BODY, ClientLeft, Exchange, Message, Receive, Send
 from services.gateway.http.problems import HttpError, internal, to_http
 from services.gateway.http.values import Value, read_json
 
@@ -23,6 +24,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ANSWERS = prometheus_client.Counter("triptych_http_answers", "Answers of the HTTP door", ["route", "status"])
 _LEFT = 499  # the status in logs and metrics where the client left before one was sent
+_FULL = "the bodies of other requests take all the memory there is for them; try again in 1.0 s"
 _DRAINING = "the service is shutting down; send the request to another replica or try again"
 
 
@@ -50,6 +52,7 @@ class Door:
         routes: by path.
         check_caller: raises where a caller may not do anything; comes before the body is read.
         max_body_bytes: longest body.
+        max_held_bytes: of all bodies together, from their coming to the end of the answers; small ones always find room.
         stall_seconds: see :class:`Exchange`.
     """
 
@@ -58,11 +61,12 @@ class Door:
         routes: Mapping[str, Route],
         check_caller: Callable[[Exchange], Awaitable[None]],
         max_body_bytes: int,
+        max_held_bytes: int,
         stall_seconds: float,
     ) -> None:
         self._routes, self._check_caller = routes, check_caller
-        self._max_body_bytes, self._stall_seconds = max_body_bytes, stall_seconds
-        self._running = 0
+        self._max_body_bytes, self._max_held_bytes, self._stall_seconds = max_body_bytes, max_held_bytes, stall_seconds
+        self._running = self._held_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -92,6 +96,7 @@ class Door:
             await self._end_well(exchange, route, name)
         finally:
             self._running -= 1
+            self._held_bytes -= exchange.body_bytes
             if not self._running:
                 self._idle.set()
         status = exchange.status or _LEFT
@@ -148,7 +153,14 @@ class Door:
         await self._while_wanted(route.answer(exchange, await self._while_wanted(body)), exchange.gone())
 
     async def _body(self, exchange: Exchange) -> Value:
-        return await exchange.aside(read_json, await exchange.json_body(self._max_body_bytes))
+        def taken(size: int) -> None:
+            self._held_bytes += size
+            if exchange.body_bytes > LARGE_BODY and self._held_bytes > max(self._max_held_bytes, exchange.body_bytes):
+                self._held_bytes -= exchange.body_bytes
+                exchange.body_bytes = 0
+                raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, _FULL, reason="MEDIA_FULL", retry_delay=1.0)
+
+        return await exchange.aside(read_json, await exchange.json_body(self._max_body_bytes, taken))
 
     async def _while_wanted(self, work: Awaitable[T], *gone: Awaitable[None]) -> T:
         """What comes of ``work``, which is given up where ``gone`` returns or the door closes."""

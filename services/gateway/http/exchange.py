@@ -17,7 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"
-_LARGE_BODY = 64 * 1024  # bytes
+LARGE_BODY = 64 * 1024  # bytes
 _BODY_SECONDS = 300.0  # that a whole body may take
 _LONGEST = 24 * 3600.0  # seconds; more counts as none
 _LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 * 1024 * 1024
@@ -34,6 +34,7 @@ class Exchange:
         method: in capitals, as sent.
         request_id: the client's where it is a proper one.
         status: of the answer; 0 until it has begun.
+        body_bytes: of the request's body, as far as it has come.
 
     Args:
         scope, receive, send: of ASGI.
@@ -47,7 +48,7 @@ class Exchange:
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.request_id = clean_request_id(self.header(REQUEST_ID_HEADER))
         self.status = 0
-        self._body_bytes = 0
+        self.body_bytes = 0
         self._unread = self.header("content-length") not in ("", "0") or bool(self.header("transfer-encoding"))
 
     def header(self, name: str) -> str:
@@ -84,10 +85,10 @@ class Exchange:
 
     async def aside(self, work: Callable[..., T], *args: Any) -> T:
         """Do what takes as long as the body is: where that is large, on a thread, so that other requests get their turn."""
-        return await asyncio.to_thread(work, *args) if self._body_bytes > _LARGE_BODY else work(*args)
+        return await asyncio.to_thread(work, *args) if self.body_bytes > LARGE_BODY else work(*args)
 
-    async def json_body(self, limit: int) -> bytes:
-        """The whole body.
+    async def json_body(self, limit: int, taken: Callable[[int], None]) -> bytes:
+        """The whole body. ``taken`` is told of every piece that came and may refuse it.
 
         Raises:
             HttpError: it is no JSON by its own account (415), longer than ``limit`` bytes (413), or stopped coming (408).
@@ -103,13 +104,13 @@ class Exchange:
             raise _too_large(limit)
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                body = await self._whole_body(limit)
+                body = await self._whole_body(limit, taken)
         except TimeoutError:
             raise HttpError(408, "the body did not come in time; send it again", code="request_timeout") from None
-        self._body_bytes, self._unread = len(body), False
+        self._unread = False
         return body
 
-    async def _whole_body(self, limit: int) -> bytes:
+    async def _whole_body(self, limit: int, taken: Callable[[int], None]) -> bytes:
         body = bytearray()
         more = True
         while more:
@@ -118,8 +119,14 @@ class Exchange:
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             body += message.get("body", b"")
-            if len(body) > limit:
-                raise _too_large(limit)
+            size, self.body_bytes = self.body_bytes, len(body)
+            try:
+                taken(self.body_bytes - size)
+                if len(body) > limit:
+                    raise _too_large(limit)
+            except Exception:
+                body.clear()  # which the error would keep until the last of it has come
+                raise
             more = message.get("more_body", False)
         return bytes(body)
 

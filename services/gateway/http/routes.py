@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import prometheus_client
 
+from services.common.channel import time_left
 from services.common.errors import ServiceError, invalid
 from services.gateway.chat import Chat
 from services.gateway.http.chat_body import ChatBody, read_chat_body
@@ -18,7 +19,6 @@ from services.gateway.http.completion import Completion, modalities
 from services.gateway.http.door import Route
 from services.gateway.http.exchange import Exchange
 from services.gateway.http.paths import Paths
-from services.gateway.http.problems import HttpError
 from services.gateway.http.values import Value
 from services.gateway.model import ServedModel
 from services.gateway.servicer import ChatServicer, Context
@@ -26,6 +26,7 @@ from triptych.common.v1 import media_pb2
 from triptych.gateway.v1 import gateway_pb2
 
 _MODEL_PATH = "/v1/models/"
+_TOKENIZED = ("model", "messages", "add_special_tokens")  # what a conversation to tokenise has of a chat's body
 # The page talks to its own server only, and nothing may frame it.
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
@@ -87,24 +88,27 @@ class Routes:
     async def _estimate(self, exchange: Exchange, body: Value) -> None:
         asked = await exchange.aside(read_chat_body, body)
         del body
-        request = await exchange.aside(asked.estimate)
-        with _in_the_client_s_words(asked.paths):
-            estimate = await self._servicer.EstimateTokens(request, _context(exchange))
+        async with asyncio.timeout(time_left(_context(exchange))):
+            with _in_the_client_s_words(asked.paths):
+                estimate = await self._servicer.EstimateTokens(asked.request, _context(exchange))
         await exchange.reply_json(_estimate_json(estimate, asked))
 
     async def _tokenize(self, exchange: Exchange, body: Value) -> None:
         """vLLM's: tokens of a text, or of a conversation as the model gets it."""
-        members = body.members(("model", "prompt", "messages", "add_special_tokens", "return_token_strs"))
+        members = body.members((*_TOKENIZED, "prompt", "return_token_strs"))
         if ("prompt" in members) == ("messages" in members):
             raise body.refuse("needs either prompt or messages")
-        if "messages" in members:
-            chat = Value({name: members[name].raw for name in ("model", "messages") if name in members})
-            asked = await exchange.aside(read_chat_body, chat)
-            with _in_the_client_s_words(asked.paths):
-                tokens = (await self._chat.prompt(asked.request)).token_ids
-        else:
-            special = "add_special_tokens" not in members or members["add_special_tokens"].flag()
-            tokens = await self._tokens(members["prompt"].text(), special)
+        async with asyncio.timeout(time_left(_context(exchange))):
+            if "messages" in members:
+                chat = Value({name: members[name].raw for name in _TOKENIZED if name in members})
+                asked = await exchange.aside(read_chat_body, chat)
+                with _in_the_client_s_words(asked.paths):
+                    tokens = (await self._chat.prompt(asked.request)).token_ids
+            else:
+                if "model" in members:
+                    self._model.check_called(members["model"].text())
+                special = "add_special_tokens" not in members or members["add_special_tokens"].flag()
+                tokens = await self._tokens(members["prompt"].text(), special)
         strings = "return_token_strs" in members and members["return_token_strs"].flag()
         await exchange.reply_json(
             {
@@ -129,8 +133,7 @@ class Routes:
 
     async def _named_model(self, exchange: Exchange, body: Value) -> None:
         served, name = await self._served(exchange), exchange.path.removeprefix(_MODEL_PATH)
-        if not self._model.is_called(name):
-            raise HttpError(404, f"there is no model {name[:64]!r}; served is {self._model.name!r}", code="model_not_found")
+        self._model.check_called(name)
         await exchange.reply_json(served[0])
 
     async def _served(self, exchange: Exchange) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from services.common.sampling_ranges import MAX_ANSWERS, MAX_LOGPROBS
 from services.gateway.http.paths import Paths
 from services.gateway.http.values import Value, whole_of
 from triptych.common.v1 import sampling_pb2
@@ -12,7 +13,7 @@ _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "visual_token_keep",
 )  # fmt: skip
 _UINT32, _UINT64, _INT32 = (0, 2**32 - 1), (0, 2**64 - 1), (-(2**31), 2**31 - 1)
-_WHOLE = {"seed": _UINT64, "min_tokens": _UINT32, "n": _UINT32, "priority": _INT32}
+_WHOLE = {"seed": _UINT64, "min_tokens": _UINT32, "n": (1, MAX_ANSWERS), "priority": _INT32}
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _GUIDED = {
     "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
@@ -81,7 +82,7 @@ def _read_logprobs(members: Mapping[str, Value], params: sampling_pb2.SamplingPa
     asked = "logprobs" in members and members["logprobs"].flag()
     if "top_logprobs" in members:
         top = members["top_logprobs"]
-        count = top.whole(*_UINT32)
+        count = top.whole(0, MAX_LOGPROBS)
         if count and not asked:
             raise top.refuse("needs logprobs to be true")
         if asked:
