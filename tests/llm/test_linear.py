@@ -117,7 +117,7 @@ def test_a_model_says_the_same_and_holds_no_weight_twice(dtype: torch.dtype, tie
     replace(model.lm_head)
     ids = torch.randint(320, (2, 9))
     before, bytes_before, embedding = model(ids).logits, parameter_bytes(model), model.get_input_embeddings().weight
-    monkeypatch.setattr(linear, "_is_faster", lambda sample: True)
+    monkeypatch.setattr(linear, "_is_worth_it", lambda sample: True)
     layers = speed_up(model, model.model)
     after = model(ids).logits
     assert (after - before).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * before.abs().max()
@@ -152,7 +152,7 @@ def test_leaves_other_kinds_of_layers_alone(monkeypatch: pytest.MonkeyPatch) -> 
     tower = nn.Linear(128, 256)
     model.tower = tower
     replace(tower)
-    monkeypatch.setattr(linear, "_is_faster", lambda sample: True)
+    monkeypatch.setattr(linear, "_is_worth_it", lambda sample: True)
     speed_up(model, model.model)
     assert type(attention.q_proj) is OtherLinear and type(attention.o_proj) is nn.Linear
     assert model.tower is tower
@@ -165,9 +165,9 @@ def test_chooses_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     replace(plain)
     seconds = {nn.Linear: 1.0, NativeLinear: 0.9}
     monkeypatch.setattr(linear, "_seconds", lambda layers, x: seconds[type(layers[0])])
-    assert linear._is_faster([plain])
-    seconds[NativeLinear] = 1.0
-    assert not linear._is_faster([plain])
+    assert linear._is_worth_it([plain])
+    seconds[NativeLinear] = 1.2
+    assert not linear._is_worth_it([plain])
 
 
 @torch.inference_mode()
@@ -175,9 +175,9 @@ def test_refuses_what_computes_something_else(monkeypatch: pytest.MonkeyPatch, c
     plain = nn.Linear(64, 512)
     replace(plain)
     monkeypatch.setattr(linear, "_seconds", lambda layers, x: 1.0 if type(layers[0]) is nn.Linear else 0.1)
-    assert linear._is_faster([plain])
+    assert linear._is_worth_it([plain])
     monkeypatch.setattr(NativeLinear, "forward", lambda self, x: F.linear(x, self.weight))
-    assert not linear._is_faster([plain])
+    assert not linear._is_worth_it([plain])
     assert "gives other results" in caplog.text
 
 
@@ -188,4 +188,4 @@ def test_without_a_compiler_layers_stay(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(linear, "load_library", build.load_library.__wrapped__)
     with pytest.raises(build.Unavailable, match="no C"):
         NativeLinear(nn.Linear(64, 512))
-    assert not linear._is_faster([nn.Linear(64, 512)])
+    assert not linear._is_worth_it([nn.Linear(64, 512)])

@@ -33,7 +33,7 @@ _MOST_ROWS = 128  # above, rearranging the weights pays, but for tiles
 _BATCHES = (1, 8, 32)  # rows that are tried out
 _SMALLEST = 1 << 14  # weights below this many elements cost nothing either way
 _SAMPLE_BYTES = 64 << 20  # of each shape are tried out: more than the caches next to a core hold, as in a real step
-_WORTH = 0.95  # time over plain time, below which a replacement is kept
+_TOO_SLOW = 1.15  # time over plain time from which on torch's layer stays: the trial is noisy, and large pages are still to come
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest result
 
 
@@ -104,18 +104,18 @@ def speed_up(model: Any, decoder: nn.Module) -> Mapping[str, int]:
     alike: dict[tuple[Any, ...], list[nn.Linear]] = {}
     for linear in places:
         alike.setdefault((linear.weight.shape, linear.weight.dtype, linear.bias is None), []).append(linear)
-    faster = {
+    chosen = {
         linear
         for linears in alike.values()
-        if _is_faster(linears[: max(1, _SAMPLE_BYTES // linears[0].weight.nbytes)])
+        if _is_worth_it(linears[: max(1, _SAMPLE_BYTES // linears[0].weight.nbytes)])
         for linear in linears
     }
-    large_pages.lay_out(list(dict.fromkeys(cast(nn.Parameter, linear.weight) for linear in places if linear in faster)))
-    for linear in faster:
+    large_pages.lay_out(list(dict.fromkeys(cast(nn.Parameter, linear.weight) for linear in places if linear in chosen)))
+    for linear in chosen:
         replacement = NativeLinear(linear)
         for parent, name in places[linear]:
             setattr(parent, name, replacement)
-    layers = {"NativeLinear": len(faster), "Linear": len(places) - len(faster)}
+    layers = {"NativeLinear": len(chosen), "Linear": len(places) - len(chosen)}
     logger.info("linear layers for this CPU: %s", layers)
     return layers
 
@@ -130,8 +130,8 @@ def _replaceable(module: nn.Module) -> bool:
     )
 
 
-def _is_faster(sample: list[nn.Linear]) -> bool:
-    """Whether our kernel gives torch's results for layers of one shape, sooner."""
+def _is_worth_it(sample: list[nn.Linear]) -> bool:
+    """Whether our kernel gives torch's results for layers of one shape, and not clearly later."""
     inputs = [torch.randn(rows, sample[0].in_features).to(sample[0].weight.dtype) for rows in _BATCHES]
     try:
         layers: list[nn.Module] = [NativeLinear(linear) for linear in sample]
@@ -142,7 +142,7 @@ def _is_faster(sample: list[nn.Linear]) -> bool:
         logger.warning("the native linear layer gives other results than torch and is not used")
         return False
     ratios = [_seconds(layers, x) / _seconds(list(sample), x) for x in inputs]
-    return math.prod(ratios) ** (1 / len(ratios)) < _WORTH
+    return math.prod(ratios) ** (1 / len(ratios)) < _TOO_SLOW
 
 
 def _equal(want: torch.Tensor, got: torch.Tensor) -> bool:

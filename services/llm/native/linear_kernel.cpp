@@ -27,15 +27,15 @@ struct Product {
   int64_t rows, in, outs;
 };
 
-// y[row .. row + rows, at .. at + outs]; meanwhile the weights [fetch, fetch_end) are brought nearer.
+// y[row .. row + rows, at .. at + outs]; meanwhile the weights [fetch, fetch_end) are brought nearer, `lines` at each step.
 template <int outs, int rows, typename T>
-inline void block(const Product<T>& p, int64_t at, int64_t row, const T* fetch, const T* fetch_end) {
+inline void block(const Product<T>& p, int64_t at, int64_t row, const T* fetch, const T* fetch_end, int lines) {
   constexpr int line = 64 / sizeof(T);
   const T* weights = p.weights + at * p.in;
   const T* x = p.x + row * p.x_row;
   Vec sums[kOuts * kRows] = {};
   for (int64_t k = 0; k < p.in; k += kLanes) {
-    for (int i = 0; i < 2 && fetch < fetch_end; i++, fetch += line) __builtin_prefetch(fetch, 0, 2);
+    for (int i = 0; i < lines && fetch < fetch_end; i++, fetch += line) __builtin_prefetch(fetch, 0, 2);
     Vec w[outs];
     for (int i = 0; i < outs; i++) w[i] = load(weights + i * p.in + k);
     for (int j = 0; j < rows; j++) {
@@ -52,19 +52,20 @@ inline void block(const Product<T>& p, int64_t at, int64_t row, const T* fetch, 
 template <int outs, typename T>
 void all_rows(const Product<T>& p, int64_t at) {
   const int64_t blocks = (p.rows + kRows - 1) / kRows;
-  // the next block of weights is fetched in slices while this one is worked on; a single pass is fast enough without
-  const int64_t coming = blocks > 1 ? std::min<int64_t>(kOuts, p.outs - at - outs) * p.in : 0;
+  // the next block of weights is fetched in slices while this one is worked on
+  const int64_t coming = std::min<int64_t>(kOuts, p.outs - at - outs) * p.in;
   const int64_t slice = (coming / blocks + kLanes) / kLanes * kLanes;
+  const int lines = blocks > 1 ? 2 : 4;
   const T* next = p.weights + (at + outs) * p.in;
-  int64_t row = 0;
-  for (; row + kRows <= p.rows; row += kRows) {
+  for (int64_t row = 0; row < p.rows; row += kRows) {
     const int64_t from = std::min(coming, row / kRows * slice);
-    block<outs, kRows>(p, at, row, next + from, next + std::min(coming, from + slice));
-  }
-  switch (p.rows - row) {
-    case 3: block<outs, 3, T>(p, at, row, nullptr, nullptr); break;
-    case 2: block<outs, 2, T>(p, at, row, nullptr, nullptr); break;
-    case 1: block<outs, 1, T>(p, at, row, nullptr, nullptr); break;
+    const T *fetch = next + from, *end = next + std::min(coming, from + slice);
+    switch (p.rows - row) {
+      default: block<outs, kRows, T>(p, at, row, fetch, end, lines); break;
+      case 3: block<outs, 3, T>(p, at, row, fetch, end, lines); break;
+      case 2: block<outs, 2, T>(p, at, row, fetch, end, lines); break;
+      case 1: block<outs, 1, T>(p, at, row, fetch, end, lines); break;
+    }
   }
 }
 
