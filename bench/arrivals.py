@@ -65,14 +65,18 @@ async def closed_loop(target: Target, jobs: Iterable[Job], concurrency: int) -> 
 
 
 async def open_loop(target: Target, jobs: Sequence[Job], rate: float, seed: int) -> list[Record]:
-    """Sent at random moments, ``rate`` a second on average, whether or not earlier ones are answered."""
-    rng, records, tasks = random.Random(seed), [], []
+    """Sent at random moments, ``rate`` a second on average, whether or not earlier ones are answered.
+
+    Cancelling it cancels what is not answered yet.
+    """
+    rng = random.Random(seed)
+    records: list[Record] = []
     due = time.perf_counter()
-    for job in jobs:
-        due += rng.expovariate(rate)
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        tasks.append(asyncio.create_task(_play(target, job, due, records)))
-    await asyncio.gather(*tasks)
+    async with asyncio.TaskGroup() as group:
+        for job in jobs:
+            due += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            group.create_task(_play(target, job, due, records))
     return records
 
 
@@ -112,6 +116,7 @@ def summary(records: Sequence[Record], seconds: float, ttft_target: float, token
     """
     done = [r for r in records if r.outcome == "answered"]
     good = [r for r in done if r.ttft <= ttft_target and r.token_latency <= token_target]
+    kinds = sorted({r.kind for r in done})
     return {
         "requests": len(records),
         "answered": len(done),
@@ -122,6 +127,7 @@ def summary(records: Sequence[Record], seconds: float, ttft_target: float, token
         "tokens_per_s": round(sum(r.tokens for r in done) / seconds, 2),
         "goodput_per_s": round(len(good) / seconds, 3),
         "ttft_ms": quantiles([r.ttft for r in done]),
+        "ttft_ms_by_kind": {kind: quantiles([r.ttft for r in done if r.kind == kind]) for kind in kinds},
         "inter_token_ms": quantiles([gap for r in done for gap in r.gaps]),
         "total_ms": quantiles([r.total for r in done]),
         "most_late_ms": round(1e3 * max((r.late for r in records), default=0.0), 1),
