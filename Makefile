@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .PHONY: demo test test-slow lint protos eval bench bench-beside bench-encoder bench-engine bench-failover bench-gateway bench-incumbents \
-    bench-overhead bench-preprocess bench-serve bench-transport help
+    bench-overhead bench-preprocess bench-repeated bench-serve bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -121,16 +121,24 @@ $(CHECKPOINTS)/.ready-llamacpp: $(CHECKPOINTS)/.ready .venv-llamacpp/.ready
 	.venv-checkpoints/bin/python -m bench.incumbents.export_gguf $(CHECKPOINTS)
 	@touch $@
 
-bench-incumbents: $(READY) .venv-vllm/.ready $(CHECKPOINTS)/.ready-openvino $(CHECKPOINTS)/.ready-llamacpp  ## beside vLLM, OpenVINO GenAI, llama.cpp and transformers: text, pictures, uneven texts, and text beside a flood of pictures
+BESIDE := bench.beside --checkpoints $(CHECKPOINTS)
+OVERHEAD := bench.overhead --checkpoints $(CHECKPOINTS) --json $(RESULTS)/overhead.json
+REPEATED := bench.serve --workload repeated --concurrency 1 --rounds 5 --model $(CHECKPOINTS)/vision-float32 --json $(RESULTS)/repeated.json
+bench-incumbents: $(READY) .venv-vllm/.ready $(CHECKPOINTS)/.ready-openvino $(CHECKPOINTS)/.ready-llamacpp  ## beside vLLM, OpenVINO GenAI, llama.cpp and transformers: text, pictures, uneven texts, text beside a flood of pictures
 	@mkdir -p $(RESULTS)
 	@echo "==> text and pictures"; $(BENCH) bench.compare --checkpoints $(CHECKPOINTS) --vllm .venv-vllm/bin/python \
 	    --openvino .venv-openvino/bin/python --llama-cpp .venv-llamacpp/bin/python --json $(RESULTS)/compare.json
 	@echo "==> uneven texts"; $(BENCH) bench.engine --sections mixed --rounds 5 --vllm-python .venv-vllm/bin/python --json $(RESULTS)/mixed.json
-	@echo "==> text beside pictures"; $(BENCH) bench.beside --checkpoints $(CHECKPOINTS) --vllm .venv-vllm/bin/python --json $(RESULTS)/beside.json
+	@echo "==> text beside pictures"; $(BENCH) $(BESIDE) --vllm .venv-vllm/bin/python --json $(RESULTS)/beside.json
+	@echo "==> repeated pictures"; $(BENCH) $(REPEATED)
+	@echo "==> overhead"; $(BENCH) $(OVERHEAD)
 	@$(BIN)/python -m bench.summary $(RESULTS)
 
 bench-beside: $(READY) $(CHECKPOINTS)/.ready  ## text beside a flood of pictures, encoder and language model on a core each
-	@$(BENCH) bench.beside --checkpoints $(CHECKPOINTS) --engines triptych
+	@$(BENCH) $(BESIDE) --engines triptych --json $(RESULTS)/beside.json
 
 bench-overhead: $(READY) $(CHECKPOINTS)/.ready  ## what gateway, gRPC and streaming cost beside the engine, and what services cost while idle
-	@$(BENCH) bench.overhead --checkpoints $(CHECKPOINTS)
+	@$(BENCH) $(OVERHEAD)
+
+bench-repeated: $(READY) $(CHECKPOINTS)/.ready  ## time to the first token about pictures that came before, and about new ones
+	@$(BENCH) $(REPEATED)
