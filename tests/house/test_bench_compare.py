@@ -62,10 +62,10 @@ def test_text_beside_pictures_is_compared_by_the_median_round() -> None:
         seen = [Record("image", 0.0, [0.1], 1)] * pictures
         return Heard([Record("text", 0.0, [0.1, 0.1 + gap, 0.1 + 2 * gap], 3)], seen, {"all": 2.0}, 2.0)
 
-    row = beside_row(
-        Engine("ours", "float32", "", "", {}), 1.0, [heard(0.01, 0)] * 3, [heard(0.02, 2), heard(0.03, 2), heard(9, 2)]
-    )
-    assert row["p99 beside / alone"] == 3.0 and (row["asked about"], row["answered"], row["failed"]) == (6, 6, 0) and row["cores used beside"] == 1.0
+    engine = Engine("ours", "float32", "", "", {})
+    row = beside_row(engine, 1.0, [heard(0.01, 0)] * 3, [heard(0.02, 2), heard(0.03, 2), heard(9, 2)])
+    assert row["p99 beside / alone"] == 3.0 and row["cores used beside"] == 1.0
+    assert (row["asked about"], row["answered"], row["failed"]) == (6, 6, 0)
 
 
 def test_the_summary_has_every_table(tmp_path: Path) -> None:
