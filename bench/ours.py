@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.arrivals import closed_loop
+from bench.incumbents.client import Ended
 from bench.measure import Cost
 from bench.processes import Meter, services_under
 from bench.targets import Grpc
@@ -31,14 +32,20 @@ class Ours:
         self._address = stack.address
 
     def run(self, jobs: Sequence[Job]) -> Cost:
-        """All at once; CPU seconds are those of the services, not of this client."""
+        """All at once; CPU seconds are those of the services, not of this client.
+
+        Raises:
+            Ended: a request was refused or failed.
+        """
         meter, started = Meter(self._services), time.perf_counter()
 
         async def load() -> None:
             target = Grpc(self._address)
+            await target.connect()
             records = await closed_loop(target, jobs, len(jobs))
             await target.close()
-            assert all(record.outcome == "answered" for record in records), {record.outcome for record in records}
+            if wrong := {record.outcome for record in records} - {"answered"}:
+                raise Ended(f"not every request was answered: {', '.join(sorted(wrong))}")
 
         asyncio.run(load())
         return self._cost(meter, started)
