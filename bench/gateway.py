@@ -12,7 +12,6 @@ Sections:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -31,7 +30,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.measure import host_facts, table, write_figures
+from bench.command import new_parser, report
 from services.common.channel import open_channel
 from triptych.common.v1 import sampling_pb2
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -257,14 +256,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; with ``--json`` write too."""
-    parser = argparse.ArgumentParser(
-        prog="bench.gateway", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("bench.gateway", __doc__, EXAMPLES)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--seconds", type=float, default=30.0, help="of every load (default %(default)s)")
     parser.add_argument("--loads", type=int, nargs="+", default=list(TARGETS), help="multiples of the capacity (default 2 5 10)")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and kinds (default %(default)s)")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args(argv)
     load = args.seconds, args.seed, args.loads
     sections = {
@@ -273,10 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         "counting": counting,
     }
     figures = {name: sections[name]() for name in args.sections}
-    for name, rows in figures.items():
-        print(f"\n{name}\n{table(rows)}")
-    if args.json:
-        write_figures(args.json, host_facts("bench.gateway"), **figures)
+    report("bench.gateway", args.json, figures)
     return 0
 
 

@@ -9,18 +9,23 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one run: of all the process's threads on CPUs, and on the wall."""
+    """Seconds of one run: of all the process's threads on CPUs, and on the wall.
+
+    Attributes:
+        parts: CPU seconds of each of several processes, where ``cpu`` is the sum over them.
+    """
 
     cpu: float
     wall: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def cost_of(run: Callable[[], object]) -> Cost:
@@ -45,7 +50,8 @@ def interleave(runs: Mapping[str, Callable[[], Cost]], rounds: int) -> dict[str,
 
 def median(costs: list[Cost]) -> Cost:
     """Median of each figure by itself."""
-    return Cost(statistics.median(c.cpu for c in costs), statistics.median(c.wall for c in costs))
+    parts = {name: statistics.median(c.parts[name] for c in costs) for name in costs[0].parts}
+    return Cost(statistics.median(c.cpu for c in costs), statistics.median(c.wall for c in costs), parts)
 
 
 def host_facts(module: str) -> dict[str, Any]:
@@ -78,3 +84,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The same as a table of Markdown."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])

@@ -6,21 +6,19 @@ runs in turn, round after round; figures are medians of CPU time. Ours decodes a
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from bench.measure import Cost, cost_of, host_facts, interleave, median, table, write_figures
+from bench.command import new_parser, report
+from bench.measure import Cost, cost_of, interleave, median
 from services.decoding.images import decode_image
 from services.decoding.specs import ImageSpec
 from services.encoder.families import schemes_of
@@ -194,32 +192,22 @@ def _size(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what was asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.preprocess", description=__doc__, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = new_parser("bench.preprocess", __doc__, EXAMPLES)
     add = parser.add_argument
     add("--sizes", nargs="*", type=_size, default=[(4000, 3000), (1280, 960)], help="WIDTHxHEIGHT (default: 4000x3000 1280x960)")
     add("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     add("--seconds", nargs="*", type=float, default=[3.0, 30.0], help="lengths of recordings (default: 3 30)")
     add("--rounds", type=int, default=9, help="measured rounds, at least 5 (default %(default)s)")
-    add("--json", type=Path, help="also write every figure here")
     options = parser.parse_args(arguments)
     if options.rounds < 5:
         parser.error(f"--rounds must be at least 5 for a median that means something, got {options.rounds}")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     transformers.logging.set_verbosity_error()
-    facts = host_facts("bench.preprocess")
-    print(json.dumps(facts, indent=1))
     results = {
         "pictures": pictures(options.sizes, options.cases, options.rounds),
         "recordings": recordings(options.seconds, options.rounds),
     }
-    for section, rows in results.items():
-        if rows:
-            print(f"\n{section}\n{table(rows)}", flush=True)
-    if options.json:
-        write_figures(options.json, facts, results=results)
+    report("bench.preprocess", options.json, results)
     return 0
 
 

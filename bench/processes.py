@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -72,8 +73,27 @@ def services_under(pid: int) -> dict[str, int]:
     """Triptych's services among the children of ``triptych up``, by name."""
     found: dict[str, int] = {}
     for child in descendants(pid)[1:]:
-        words = Path(f"/proc/{child}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        words = _command(child)
         name = next((word.removeprefix("services.") for word in words if word.startswith("services.")), "")
         if name in ("gateway", "encoder", "llm"):
             found[name if name not in found else f"{name}-{child}"] = child
     return found
+
+
+def backends_under(pid: int) -> dict[str, str]:
+    """The addresses of the encoder and the language model that the gateway under ``triptych up`` was started with."""
+    words = _command(services_under(pid)["gateway"])
+    return {name: words[words.index(f"--{name}") + 1] for name in ("encoder", "llm")}
+
+
+def pin(pid: int, cpus: Iterable[int]) -> None:
+    """Keep a process, all that it started and all their threads on these CPUs; what they start from now on stays there too."""
+    cpus = set(cpus)
+    for process in descendants(pid):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), cpus)
+
+
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")

@@ -19,18 +19,37 @@ from pathlib import Path
 from typing import Any
 
 from bench.arrivals import Record, closed_loop, open_loop, summary
-from bench.measure import host_facts, table, write_figures
-from bench.processes import Meter, services_under
+from bench.command import listed, new_parser, report, say
+from bench.counters import read_work
+from bench.measure import markdown
+from bench.plots import bars
+from bench.processes import Meter, backends_under, services_under
 from bench.targets import Grpc, Http, Target
-from bench.workloads import WORKLOADS, Job, Sizes, make_jobs
+from bench.workloads import COLD, WARM, WORKLOADS, Job, Sizes, make_jobs
 from scripts.local_stack import local_stack
 
 EXAMPLES = """examples:
   python -m bench.serve --workload text,image --concurrency 1,8,16
   python -m bench.serve --workload mixed --rate 0.5,1,2 --requests 60 --model ./omni --json figures/mixed.json --plots figures
   python -m bench.serve --workload text --rate 1 --beside image:4
+  python -m bench.serve --workload repeated --concurrency 1 --rounds 5 --model .bench/checkpoints/vision-float32
   python -m bench.serve --base-url http://127.0.0.1:8000/v1 --served-model m --workload image --concurrency 8 --pid vllm=4711
 """
+
+
+@dataclass(frozen=True)
+class Server:
+    """What is under load.
+
+    Attributes:
+        address: of its HTTP or gRPC.
+        services: its processes by name, as far as they are known.
+        backends: addresses of the encoder and the language model of a stack of our own, whose counters are read.
+    """
+
+    address: str
+    services: Mapping[str, int]
+    backends: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ class Run:
     seconds: float
 
 
-def measure(args: argparse.Namespace, address: str, services: Mapping[str, int]) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, server: Server) -> list[dict[str, Any]]:
     """A row for each load: of several rounds the one whose throughput is the median."""
     sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
     beside = None
@@ -83,21 +102,22 @@ def measure(args: argparse.Namespace, address: str, services: Mapping[str, int])
     rounds: dict[Point, list[dict[str, Any]]] = {point: [] for point in points}
 
     async def all_rounds() -> None:
-        target: Target = Http(address, args.served_model) if address.startswith("http") else Grpc(address)
+        target: Target = Http(server.address, args.served_model) if server.address.startswith("http") else Grpc(server.address)
         warm = make_jobs(args.workload[0], 2, args.seed - 1, sizes)
         await closed_loop(target, warm, 1)
         for number in range(args.rounds):
             for point in points:  # interleaved: a noisy neighbour meets all of them
                 seed = args.seed + (0 if args.warm_cache else 1000 * number + points.index(point))
                 jobs = make_jobs(point.workload, args.requests, seed, sizes)
-                meter = Meter(services)
+                before = read_work(server.backends) if server.backends else None
+                meter = Meter(server.services)
                 done = await run(target, point, jobs, args.seed + number, beside)
                 row = {"workload": point.workload, "arrivals": point.arrivals, "seconds": round(done.seconds, 2)}
                 row |= summary(done.records, done.seconds, args.ttft_target, args.token_target) | meter.read()
+                row["work"] = read_work(server.backends).since(before) if before else {}
                 rounds[point].append(row)
-                _say(
-                    f"round {number + 1} of {args.rounds}: {point.workload}, {point.arrivals}: {row['requests_per_s']} requests/s"
-                )
+                where = f"round {number + 1} of {args.rounds}: {point.workload}, {point.arrivals}"
+                say(f"{where}: {row['requests_per_s']} requests/s")
         await target.close()
 
     asyncio.run(all_rounds())
@@ -107,7 +127,31 @@ def measure(args: argparse.Namespace, address: str, services: Mapping[str, int])
 def _median_row(found: list[dict[str, Any]]) -> dict[str, Any]:
     middle = statistics.median_low(row["requests_per_s"] for row in found)
     row = next(row for row in found if row["requests_per_s"] == middle)
-    return row | {"rounds": len(found), "requests_per_s_of_rounds": [row["requests_per_s"] for row in found]}
+    of_rounds = {"requests_per_s_of_rounds": [row["requests_per_s"] for row in found]}
+    if ratios := [ratio for row in found if (ratio := warm_to_cold(row)) is not None]:
+        of_rounds["warm_to_cold_of_rounds"] = ratios
+    return row | {"rounds": len(found), **of_rounds}
+
+
+def warm_to_cold(row: Mapping[str, Any]) -> float | None:
+    """Median time to the first token about pictures that came before, of that about new ones; None of other workloads."""
+    kinds = row["ttft_ms_by_kind"]
+    return round(kinds[WARM]["p50"] / kinds[COLD]["p50"], 3) if WARM in kinds and COLD in kinds else None
+
+
+def repeated(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What caches saved in a load of repeated pictures."""
+    kinds, work = row["ttft_ms_by_kind"], row["work"]
+    return {
+        "arrivals": row["arrivals"],
+        "pictures asked about": row["requests"],
+        "encoded": work.get("encoded_items", ""),
+        "prompt tokens": work.get("prefix_query_tokens", ""),
+        "found in the prefix cache": work.get("prefix_hit_tokens", ""),
+        "TTFT ms p50, first time": kinds[COLD]["p50"],
+        "again": kinds[WARM]["p50"],
+        "again / first time": statistics.median(row["warm_to_cold_of_rounds"]),
+    }
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,69 +175,39 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same as a table of Markdown."""
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])
-
-
 def plot(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Percentiles of the time to the first token and between tokens, load by load, one picture each."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, title in (("ttft_ms", "time to first token"), ("inter_token_ms", "time between tokens")):
-        figure, axes = pyplot.subplots(figsize=(8, 4.5))
-        labels = [f"{row['workload']}\n{row['arrivals']}" for row in rows]
-        for percentile in ("p50", "p90", "p99"):
-            axes.plot(labels, [row[name].get(percentile, float("nan")) for row in rows], marker="o", label=percentile)
-        axes.set_ylabel(f"{title}, ms")
-        axes.set_yscale("log")
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(folder / f"{name}.png", dpi=120)
-        pyplot.close(figure)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _numbers(kind: type) -> Any:
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
-def _workloads(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := set(names) - set(WORKLOADS):
-        raise argparse.ArgumentTypeError(f"no workload {min(unknown)!r}; there are {', '.join(WORKLOADS)}")
-    return names
+    labels = [f"{row['workload']}\n{row['arrivals']}" for row in rows]
+    for name, title in (("ttft_ms", "time to first token, ms"), ("inter_token_ms", "time between tokens, ms")):
+        series = {cut: [row[name].get(cut, float("nan")) for row in rows] for cut in ("p50", "p90", "p99")}
+        bars(folder / f"{name}.png", title, labels, series)
 
 
 @contextlib.contextmanager
-def _server(args: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """An address, and the processes behind it as far as they are known."""
+def _server(args: argparse.Namespace) -> Iterator[Server]:
+    """The one that was named, or a stack of our own."""
     if args.base_url or args.grpc:
-        yield args.base_url or args.grpc, dict((name, int(pid)) for name, _, pid in (p.partition("=") for p in args.pid))
+        pids = {name: int(pid) for name, _, pid in (p.partition("=") for p in args.pid)}
+        yield Server(args.base_url or args.grpc, pids, {})
         return
     flags = [*(["--model", args.model] if args.model else []), *args.flag]
     with local_stack(*flags, quiet=True) as stack:
-        yield (f"http://{stack.http_address}/v1" if args.door == "http" else stack.address), services_under(stack.process.pid)
+        address = f"http://{stack.http_address}/v1" if args.door == "http" else stack.address
+        yield Server(address, services_under(stack.process.pid), backends_under(stack.process.pid))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; with ``--json``, ``--markdown`` and ``--plots`` write too."""
-    parser = argparse.ArgumentParser(
-        prog="bench.serve", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("bench.serve", __doc__, EXAMPLES)
     add = parser.add_argument
-    add("--workload", type=_workloads, default=["text"], help=f"of {', '.join(WORKLOADS)}, several by commas (default text)")
-    add("--concurrency", type=_numbers(int), default=[], help="closed loops: requests at a time, several by commas")
-    add("--rate", type=_numbers(float), default=[], help="open loops: requests a second, several by commas")
+    add(
+        "--workload",
+        type=listed(str, list(WORKLOADS)),
+        default=["text"],
+        help=f"{', '.join(WORKLOADS)} (default text)",
+    )
+    add("--concurrency", type=listed(int), default=[], help="closed loops: requests at a time, several by commas")
+    add("--rate", type=listed(float), default=[], help="open loops: requests a second, several by commas")
     add("--beside", default="", metavar="WORKLOAD:RATE", help="another load that runs meanwhile and is not reported")
     add("--requests", type=int, default=32, help="conversations of a load (default %(default)s)")
     add("--rounds", type=int, default=1, help="rounds; the one with the median throughput counts (default %(default)s)")
@@ -211,18 +225,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--grpc", default="", metavar="HOST:PORT", help="a Triptych gateway that runs already")
     add("--served-model", default="default", help="the model's name there (default %(default)s)")
     add("--pid", action="append", default=[], metavar="NAME=PID", help="its processes, for CPU seconds and memory")
-    add("--json", type=Path, help="file to write everything to")
     add("--markdown", type=Path, help="file to write the table to")
     add("--plots", type=Path, help="folder to draw into")
     args = parser.parse_args(argv)
     if not args.concurrency and not args.rate:
         args.concurrency = [8]
-    with _server(args) as (address, services):
-        rows = measure(args, address, services)
+    with _server(args) as server:
+        rows = measure(args, server)
     lines = [shown(row) for row in rows]
-    print(table(lines))
-    if args.json:
-        write_figures(args.json, host_facts("bench.serve"), loads=rows)
+    alone = Point("repeated", concurrency=1).arrivals  # with more, some wait while their picture is still being encoded
+    again = [repeated(row) for row in rows if "warm_to_cold_of_rounds" in row and row["arrivals"] == alone]
+    report("bench.serve", args.json, {"loads": lines, "repeated pictures": again}, loads=rows)
     if args.markdown:
         args.markdown.write_text(markdown(lines) + "\n")
     if args.plots:

@@ -6,18 +6,17 @@ an encoder's store become rows that a language model's fetcher hands on. Once se
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import uuid
-from pathlib import Path
 from typing import Any
 
 import grpc
 import torch
 import uvloop
 
-from bench.measure import cost_of, host_facts, interleave, median, table, write_figures
+from bench.command import new_parser, report
+from bench.measure import cost_of, interleave, median
 from services.common.server import SERVER_OPTIONS
 from services.encoder.config import EncoderConfig
 from services.encoder.sent import add_to_server
@@ -121,19 +120,14 @@ def measure(items: int, megabytes: int, rounds: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; with ``--json`` write too."""
-    parser = argparse.ArgumentParser(
-        prog="bench.transport", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("bench.transport", __doc__, EXAMPLES)
     add = parser.add_argument
     add("--items", type=int, default=16, help="items fetched one after the other (default %(default)s)")
     add("--megabytes", type=int, default=16, help="size of an item (default %(default)s)")
     add("--rounds", type=int, default=7, help="rounds; medians count (default %(default)s)")
-    add("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args(argv)
     rows = measure(args.items, args.megabytes, args.rounds)
-    print(table(rows))
-    if args.json:
-        write_figures(args.json, host_facts("bench.transport"), transport=rows)
+    report("bench.transport", args.json, {"transport": rows})
     return 0
 
 

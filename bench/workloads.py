@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 Part = dict[str, Any]
+COLD, WARM = "repeated, first time", "repeated, again"  # kinds of the workload "repeated"
 _WORDS = [
     "river",
     "stone",
@@ -111,9 +112,10 @@ def make_jobs(workload: str, count: int, seed: int, sizes: Sizes) -> list[Job]:
         sizes: how large.
     """
     rng = random.Random(f"{workload} {seed}")
-    if workload == "repeated":  # few pictures, asked about again and again
-        shown = [one_image(rng, sizes) for _ in range(max(1, count // 8))]
-        return [shown[i % len(shown)] for i in range(count)]
+    if workload == "repeated":  # few pictures, and always another question about one of them
+        shown = [picture(rng, sizes) for _ in range(max(1, count // 4))]
+        times = [COLD if i < len(shown) else WARM for i in range(count)]
+        return [Job(kind, ((shown[i % len(shown)], _text(rng, 10)),), sizes.max_tokens) for i, kind in enumerate(times)]
     return [WORKLOADS[workload](rng, sizes) for _ in range(count)]
 
 

@@ -25,6 +25,7 @@ def main() -> None:
     if len(sys.argv) > 3:
         params.mmproj.path = sys.argv[3]
     params.n_parallel = int(most)
+    params.image_max_tokens = 256  # the limit that the checkpoint sets, which a GGUF does not carry
     params.n_ctx, params.n_batch, params.n_ubatch = params.n_parallel * 512, 2048, 512
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)

@@ -2,7 +2,7 @@
 
     python -m bench.incumbents.openvino EXPORTED_MODEL {f32,bf16} REQUESTS_AT_A_TIME
 
-``make bench-openvino`` exports the models; the weights are stored as float16, the hint says what is computed in.
+``make bench-incumbents`` exports the models; the weights are stored as float16, the hint says what is computed in.
 """
 
 from __future__ import annotations

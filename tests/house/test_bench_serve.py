@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from bench.arrivals import Record, closed_loop, open_loop, quantiles, summary
+from bench.beside import main as beside
 from bench.checkpoints import main as checkpoints
 from bench.compare import main as compare
-from bench.processes import Meter, descendants
+from bench.overhead import main as overhead
+from bench.processes import Meter, descendants, pin
 from bench.serve import main as serve
+from bench.serve import warm_to_cold
+from bench.summary import main as summarize
 from bench.targets import Refused
-from bench.workloads import WORKLOADS, Job, Sizes, make_jobs
+from bench.workloads import COLD, WARM, WORKLOADS, Job, Sizes, make_jobs
 
 SMALL = Sizes(words=3, width=64, height=48, seconds=0.5, max_tokens=2)
 
@@ -59,7 +66,9 @@ def test_the_same_seed_makes_the_same_requests(workload: str) -> None:
 def test_a_mix_has_all_kinds_and_pictures_come_again() -> None:
     kinds = [job.kind for job in make_jobs("mixed", 200, 1, SMALL)]
     assert 0.5 < kinds.count("text") / 200 < 0.7 and {"image", "audio", "video"} < set(kinds)
-    assert len({str(job) for job in make_jobs("repeated", 32, 1, SMALL)}) == 4
+    again = make_jobs("repeated", 32, 1, SMALL)
+    assert len({str(job.turns[0][0]) for job in again}) == 8 and len({str(job.turns[0][1]) for job in again}) == 32
+    assert [job.kind for job in again] == 8 * [COLD] + 24 * [WARM]
 
 
 def test_a_closed_loop_keeps_so_many_running_and_turns_follow_answers() -> None:
@@ -76,6 +85,22 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     jobs = [Job("text", (({"type": "text", "text": "x"},),), 2)] * 50
     asyncio.run(asyncio.wait_for(open_loop(target, jobs, rate=1e4, seed=1), 30))
     assert target.most == 50
+
+
+def test_an_open_loop_that_is_cancelled_cancels_what_it_asked() -> None:
+    target, records = Echo(after=3), list[Record]()
+    jobs = make_jobs("text", 2, 1, SMALL)
+
+    async def run() -> None:
+        load = asyncio.create_task(open_loop(target, jobs, rate=1e4, seed=1, records=records))
+        while target.running < 2:
+            await asyncio.sleep(0)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert target.running == 0 and [record.outcome for record in records] == 2 * ["cut off"]
 
 
 def test_what_is_refused_and_what_fails_is_counted() -> None:
@@ -99,9 +124,14 @@ def test_goodput_counts_what_came_in_time() -> None:
     assert quantiles([]) == {} and quantiles([0.5]) == {"p50": 500.0, "p90": 500.0, "p99": 500.0}
 
 
-def test_processes_are_metered_with_their_children() -> None:
-    import os
+def test_first_tokens_are_told_apart_by_what_was_asked() -> None:
+    cold, warm = Record(COLD, 0.0, [0.4], 1), Record(WARM, 0.0, [0.1], 1)
+    row = summary([cold, warm, cold, warm], 1.0, ttft_target=1.0, token_target=1.0)
+    assert warm_to_cold(row) == 0.25
+    assert warm_to_cold(summary([cold], 1.0, ttft_target=1.0, token_target=1.0)) is None
 
+
+def test_processes_are_metered_with_their_children() -> None:
     meter = Meter({"me": os.getpid()})
     random.Random(1).sample(range(10**6), 10**5)
     sum(i * i for i in range(3_000_000))
@@ -109,7 +139,18 @@ def test_processes_are_metered_with_their_children() -> None:
     assert read["cpu_s"]["me"] > 0.05 and read["peak_mib"]["me"] > 10 and os.getpid() in descendants(os.getpid())
 
 
-@pytest.mark.parametrize("main", [checkpoints, compare, serve], ids=lambda main: main.__module__)
+def test_a_process_is_pinned_with_its_threads() -> None:
+    script = "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print(1, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout and process.stdout.readline()
+        cpu = min(os.sched_getaffinity(0))
+        pin(process.pid, [cpu])
+        threads = [int(task) for task in os.listdir(f"/proc/{process.pid}/task")]
+        assert len(threads) == 2 and all(os.sched_getaffinity(thread) == {cpu} for thread in threads)
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("main", [beside, checkpoints, compare, overhead, serve, summarize], ids=lambda main: main.__module__)
 def test_help(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
