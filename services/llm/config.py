@@ -64,11 +64,16 @@ class LlmConfig(ServiceConfig):
         "slow and easy to read",
         ["auto", "naive", "gathered", "native", "cuda"],
     )
-    native_layers: bool = option(True, "on a CPU, run linear layers and norms by our own kernels where they are faster")
+    native_layers: bool = option(True, "on a CPU, run decoder layers by our own kernels where they are faster")
     enforce_eager: bool = option(
         False, "never replay decoding steps as CUDA graphs; without it, models whose every layer runs in torch's paged kernel do"
     )
     long_prefill_token_threshold: int = option(0, "most tokens a step takes of one prompt; 0 sets no bound")
+    decode_stretch: float = option(
+        0.0,
+        "a step beside decoding sequences takes only as many prompt tokens as make it so many times longer, such as 1.25, which "
+        "keeps answers flowing while long prompts and pictures come; 0 sets no bound, which answers most in all",
+    )
     enable_prefix_caching: bool = option(True, "reuse the keys and values of prompts that start alike")
     visual_token_pruning: str = option(
         "", "drop the visual tokens that get least attention from layer K on: fastv:K=2 where asked, fastv:K=2,keep=0.5 always"
@@ -87,6 +92,8 @@ class LlmConfig(ServiceConfig):
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.decode_stretch and not self.decode_stretch > 1:
+            raise ValueError(f"--decode-stretch must be above 1, or 0 for no bound, got {self.decode_stretch}")
         Pruning.parse(self.visual_token_pruning)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(

@@ -28,6 +28,7 @@ from services.llm.request import GenerateArguments
 from services.llm.sampler import NOT_NUMBERS, TokenChooser, choose
 from services.llm.scheduler import Chunk, Scheduler
 from services.llm.sequence import Finish, RowSpan, Sequence
+from services.llm.step_pace import StepPace
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class Engine:
         step_started: when the step that is running began, on the monotonic clock; None between steps.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        self.runner, self.scheduler = runner, scheduler
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, decode_stretch: float = 0.0) -> None:
+        self.runner, self.scheduler, self._pace = runner, scheduler, StepPace(decode_stretch)
         self.steps = self.largest_batch = self.generated = 0
         self.step_started: float | None = None
         self._answers: dict[str, Answer] = {}  # by sequence id
@@ -111,12 +112,15 @@ class Engine:
 
     def step(self) -> bool:
         """Schedule, run, postprocess. False if there was nothing to compute."""
-        chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule(self._pace.prompt_tokens)
         if not chunks:
             return False
+        decodes = sum(c.sequence.decoding for c in chunks)
+        prompt_tokens = sum(c.count for c in chunks) - decodes
         self.step_started = time.monotonic()
         self.runner.prepare(self.scheduler.kv.take_copies(), self.scheduler.kv.take_stale())
         self._compute(chunks)
+        self._pace.note(decodes, prompt_tokens, time.monotonic() - self.step_started)
         self.steps += 1
         self.largest_batch = max(self.largest_batch, len(chunks))
         self.step_started = None

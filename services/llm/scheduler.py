@@ -93,8 +93,11 @@ class Scheduler:
         self._arrivals += 1
         insort(self.waiting, sequence, key=_place)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self, prompt_tokens: int | None = None) -> list[Chunk]:
         """The next step's chunks, with blocks allocated for them; empty when nothing can be computed.
+
+        Args:
+            prompt_tokens: most of them beside decodes, though an atom is never split; None: as many as the budget has.
 
         The copies and clearings that the step needs are in ``kv.take_copies()`` and ``kv.take_stale()``.
         """
@@ -108,15 +111,18 @@ class Scheduler:
                 prefills.append(sequence)
             elif sequence.computed < sequence.room or self._make_room(sequence, sequence.computed + 1):
                 chunks.append(Chunk(sequence, sequence.computed, 1))
-        budget = self.token_budget - len(chunks)
-        if prefills:
-            budget = self._continue_prefills(prefills, budget, chunks)
-        if self.preemptions > preemptions:
-            # a sequence scheduled above may have given way to a later one; nobody is let in, or the two would take turns
-            chunks = [c for c in chunks if c.sequence.status is Status.RUNNING]
-            return chunks or self.schedule()
-        if self.waiting and budget > 0 and self._free_slots:
-            self._let_in(prefills, budget, chunks)
+        decodes, most = len(chunks), self.token_budget - len(chunks)
+        for budget in [most] if prompt_tokens is None or not decodes else [min(most, prompt_tokens), most]:
+            if prefills:
+                budget = self._continue_prefills(prefills, budget, chunks)
+            if self.preemptions > preemptions:
+                # a sequence scheduled above may have given way to a later one; nobody is let in, or the two would take turns
+                chunks = [c for c in chunks if c.sequence.status is Status.RUNNING]
+                return chunks or self.schedule()
+            if self.waiting and budget > 0 and self._free_slots:
+                self._let_in(prefills, budget, chunks)
+            if len(chunks) > decodes:
+                break  # else an atom may be longer than the smaller budget
         return chunks
 
     def commit(self, chunks: list[Chunk]) -> None:

@@ -46,7 +46,7 @@ class LlmService:
             kv, config.max_num_batched_tokens, config.max_num_seqs,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )  # fmt: skip
-        self.engine = Engine(runner, scheduler)
+        self.engine = Engine(runner, scheduler, config.decode_stretch)
         self.fetcher = RowFetcher(checkpoint.fingerprint, runner.hidden_size, runner.merger.features)
         placeholders = [checkpoint.placeholder_id(modality) for modality in checkpoint.family.modalities]
         self.grammars = Grammars(checkpoint.path, runner.vocab_size, checkpoint.end_token_ids, placeholders)

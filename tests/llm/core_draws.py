@@ -59,7 +59,8 @@ def random_engine(random: Random, family: Family) -> FakeEngine:
     budget = max(slots, random.choice((3, 7, 16, 64)))
     if family.atoms != "none":
         budget = max(budget, random.choice((6, 16, 48)))
-    return FakeEngine(Scheduler(kv, budget, slots, random.choice((1, 2, 16)), random.choice((0.0, 0.01, 0.2))))
+    scheduler = Scheduler(kv, budget, slots, random.choice((1, 2, 16)), random.choice((0.0, 0.01, 0.2)))
+    return FakeEngine(scheduler, random.choice((None, None, None, 1, 3)))
 
 
 def random_request(random: Random, family: Family, number: int, history: Iterable[Request]) -> Request:

@@ -203,7 +203,8 @@ class FakeModel:
 class FakeEngine:
     """Schedule, run, commit, sample, as the engine does it, with every invariant checked at every step."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, prompt_tokens: int | None = None) -> None:
+        self.prompt_tokens = prompt_tokens
         self.scheduler, self.kv = scheduler, scheduler.kv
         self.model = FakeModel(self.kv)
         self.requests: list[Request] = []
@@ -222,7 +223,7 @@ class FakeEngine:
 
     def step(self) -> list[Chunk]:
         """One step; the chunks that ran."""
-        chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule(self.prompt_tokens)
         self.check(chunks)
         self.model.prepare()
         last = self.model.run(chunks, self.by_id)

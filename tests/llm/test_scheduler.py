@@ -23,9 +23,9 @@ def scheduler(blocks: int = 64, block_size: int = 4, budget: int = 16, seqs: int
     return Scheduler(KvCache([LayerGroup(FULL, blocks)], block_size), budget, seqs, **options)
 
 
-def run_step(s: Scheduler, token: int = 7) -> list[Chunk]:
+def run_step(s: Scheduler, token: int = 7, prompt_tokens: int | None = None) -> list[Chunk]:
     """What the engine does with a schedule, on a model that always says ``token``."""
-    chunks = s.schedule()
+    chunks = s.schedule(prompt_tokens)
     sampling = [c.sequence for c in chunks if c.samples]
     s.commit(chunks)
     for q in sampling:
@@ -48,6 +48,29 @@ def finish_all(s: Scheduler) -> None:
             return
         assert run_step(s)
     raise AssertionError("a sequence does not end")
+
+
+def test_beside_decodes_prompts_take_as_much_as_they_are_given() -> None:
+    s = scheduler()
+    s.add(sequence("b", 14, max_tokens=1))
+    assert names(run_step(s, prompt_tokens=5)) == [("b", 14)], "nobody waits for this step"
+    s.add(sequence("a", 3, max_tokens=9))
+    run_step(s)
+    s.add(sequence("b", 14))
+    s.add(sequence("c", 3))
+    steps = [names(run_step(s, prompt_tokens=5)) for _ in range(3)]
+    assert steps == [[("a", 1), ("b", 5)], [("a", 1), ("b", 5)], [("a", 1), ("b", 4), ("c", 1)]]
+    finish_all(s)
+
+
+def test_beside_decodes_an_atom_is_not_split() -> None:
+    s = scheduler()
+    s.add(sequence("a", 3, max_tokens=9))
+    run_step(s)
+    s.add(sequence("b", 14, atoms=[(2, 12)]))
+    steps = [names(run_step(s, prompt_tokens=5)) for _ in range(3)]
+    assert steps == [[("a", 1), ("b", 2)], [("a", 1), ("b", 12)], [("a", 1), ("b", 1)]]
+    finish_all(s)
 
 
 def test_decodes_come_first_and_prefill_fills_the_budget() -> None:
