@@ -182,6 +182,10 @@ async def test_what_fails_before_the_first_word_has_a_status_even_in_a_stream(ll
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="default", messages=shown, stream=True)
         assert refused.value.param == "messages[0].content[0].image_url"
+        s.llm.script = Script([], error=invalid("sampling.regex", "became too complex to follow"))
+        with pytest.raises(openai.BadRequestError, match="guided_regex: became too complex") as refused:
+            await client.chat.completions.create(model="default", messages=HI, extra_body={"guided_regex": "a"})
+        assert refused.value.param == "guided_regex"
         s.llm.script = Script([], error=ServiceError(grpc.StatusCode.INTERNAL, "a secret of the engine"))
         reply = await http.post(CHAT, json={"messages": HI, "stream": True})
         assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
