@@ -223,7 +223,7 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_end(llava: Path) -> No
 
 @pytest.mark.asyncio
 async def test_overload_says_when_to_try_again(llava: Path) -> None:
-    async with door(llava, max_num_running=1, max_queued_requests=0) as (s, client, _):
+    async with door(llava, max_num_running=1, max_queued_requests=0) as (s, client, http):
         s.llm.gate.clear()
         running = asyncio.create_task(client.chat.completions.create(model="default", messages=HI))
         await until(lambda: s.llm.running == 1)
@@ -232,6 +232,10 @@ async def test_overload_says_when_to_try_again(llava: Path) -> None:
         headers = refused.value.response.headers
         assert 1 <= int(headers["retry-after"]) <= 600 and int(headers["retry-after-ms"]) >= 1
         assert refused.value.type == "rate_limit_error" and refused.value.code
+        for path in ("/v1/estimate", "/tokenize"):  # which look at a conversation as an answer does
+            reply = await http.post(path, json={"messages": HI})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (429, "queue_full"), reply.text
+        assert not s.service.ledger.gate.arriving
         s.llm.gate.set()
         assert (await running).choices[0].finish_reason == "length"
 
