@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,11 @@ class ServiceConfig:
             value, bounds = getattr(self, f.name), f.metadata["bounds"]
             if not all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):  # NaN is never within
                 raise ValueError(f"{_flag(f.name)} must be {_range(bounds)}, got {value}")
+
+    @property
+    def max_held_request_bytes(self) -> float:
+        """Most bytes of gRPC requests held at once; the services behind the gateway bound what they take in otherwise."""
+        return math.inf
 
 
 def _flag(name: str) -> str:

@@ -86,6 +86,11 @@ class GatewayConfig(ServiceConfig):
         if self.allowed_local_media_path and not Path(self.allowed_local_media_path).is_dir():
             raise ValueError(f"--allowed-local-media-path must be a folder, got {self.allowed_local_media_path!r}")
 
+    @property
+    def max_held_request_bytes(self) -> float:
+        """As many as media: they come as requests."""
+        return self.max_media_bytes
+
     @cached_property
     def tenants(self) -> Tenants:
         """Whose keys are known; read once."""

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grpc
 import prometheus_client
 
 from services.common import logs
 from services.common.errors import ServiceError, unavailable
-from services.gateway.http.exchange import LARGE_BODY, ClientLeft, Exchange, Message, Receive, Send
+from services.common.interceptor import LARGE_BODY, full
+from services.gateway.http.exchange import ClientLeft, Exchange, Message, Receive, Send
 from services.gateway.http.problems import HttpError, internal, to_http
 from services.gateway.http.values import Value, read_json
 
@@ -24,7 +24,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ANSWERS = prometheus_client.Counter("triptych_http_answers", "Answers of the HTTP door", ["route", "status"])
 _LEFT = 499  # the status in logs and metrics where the client left before one was sent
-_FULL = "the bodies of other requests take all the memory there is for them; try again in 1.0 s"
 _DRAINING = "the service is shutting down; send the request to another replica or try again"
 
 
@@ -158,7 +157,7 @@ class Door:
             if exchange.body_bytes > LARGE_BODY and self._held_bytes > max(self._max_held_bytes, exchange.body_bytes):
                 self._held_bytes -= exchange.body_bytes
                 exchange.body_bytes = 0
-                raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, _FULL, reason="MEDIA_FULL", retry_delay=1.0)
+                raise full()
 
         return await exchange.aside(read_json, await exchange.json_body(self._max_body_bytes, taken))
 
