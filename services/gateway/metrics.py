@@ -9,7 +9,6 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.common.metrics import estimate_mismatch as estimate_mismatch
 from services.gateway.cost import Class
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import prometheus_client
 
 from services.common import logs
-from services.common.errors import ServiceError, unavailable
-from services.common.interceptor import LARGE_BODY, full
+from services.common.errors import unavailable
+from services.common.interceptor import LARGE_BODY, explained, full
 from services.gateway.http.exchange import ClientLeft, Exchange, Message, Receive, Send
-from services.gateway.http.problems import HttpError, internal, to_http
+from services.gateway.http.problems import HttpError, to_http
 from services.gateway.http.values import Value, read_json
 
 T = TypeVar("T")
@@ -119,11 +119,10 @@ class Door:
             await self._answer(exchange, route)
         except ClientLeft:
             logs.event(logger, "client left", route=name)
-        except (HttpError, ServiceError, TimeoutError) as error:
-            await self._refuse(exchange, _to_http(error))
+        except HttpError as error:
+            await self._refuse(exchange, error)
         except Exception as error:
-            logger.error("unexpected error", exc_info=error, extra={"fields": {"route": name}})
-            await self._refuse(exchange, internal(exchange.request_id))
+            await self._refuse(exchange, to_http(explained(error, exchange.request_id, route=name)))
 
     async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         if error.code:
@@ -178,11 +177,3 @@ class Door:
 
 async def _no_body() -> Value:
     return Value(None)
-
-
-def _to_http(error: HttpError | ServiceError | TimeoutError) -> HttpError:
-    if isinstance(error, HttpError):
-        return error
-    if isinstance(error, TimeoutError):
-        return HttpError(504, "the request's deadline passed; allow it more time", code="deadline_exceeded")
-    return to_http(error)
