@@ -8,6 +8,7 @@ import grpc
 
 from triptych import errors
 
+_TOO_LARGE = "larger than max"
 MAX_TRIES = 3
 FIRST_BACKOFF = 0.2
 LONGEST = 30 * 24 * 3600.0  # seconds; gRPC takes a much later deadline for one that has passed
@@ -57,6 +58,9 @@ class Attempts:
         """The typed error; `answering` says that messages had arrived."""
         message = ""
         match failure.code():
+            case grpc.StatusCode.RESOURCE_EXHAUSTED if _TOO_LARGE in (failure.details() or ""):  # gRPC itself says so
+                text = f"a message had more bytes than the other side takes ({failure.details()}); {errors.SEND_LESS}"
+                return errors.InvalidArgument(text, request_id=self.request_id, reason="MESSAGE_TOO_LARGE")
             case grpc.StatusCode.UNAVAILABLE if answering:
                 message = f"the gateway at {self.address} went away during its answer"
             case grpc.StatusCode.UNAVAILABLE:

@@ -13,6 +13,7 @@ import grpc
 from triptych.common.v1 import error_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
+SEND_LESS = "send fewer or smaller media, or ask about them one by one (`pages`)"
 
 
 class TriptychError(Exception):

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, TypeVar, get_args
 
 from triptych.common.v1 import sampling_pb2
 from triptych.content import MediaPart, Messages, ModalityName
-from triptych.errors import InvalidArgument
+from triptych.errors import SEND_LESS, InvalidArgument
 from triptych.gateway.v1 import gateway_pb2
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -101,7 +101,9 @@ def build(kind: type[Request], messages: Messages, options: Options) -> Request:
     request.cache_salt = options.get("cache_salt", "")
     size = request.ByteSize()
     if size > MAX_MESSAGE_BYTES:
-        raise InvalidArgument(f"the request has {size / 2**20:.0f} MiB, more than the 64 MiB that one may have")
+        text = f"the request has {size / 2**20:.1f} MiB, the limit is {MAX_MESSAGE_BYTES >> 20}; {SEND_LESS}"
+        figures = {"limit": str(MAX_MESSAGE_BYTES), "requested": str(size)}
+        raise InvalidArgument(text, reason="MESSAGE_TOO_LARGE", metadata=figures)
     return request
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +19,16 @@ PREFIX = "TRIPTYCH_"
 C = TypeVar("C", bound="ServiceConfig")
 
 
-def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    """A dataclass field with the help text that its flag shows."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+_BOUNDS = {
+    "least": ("at least", operator.ge), "above": ("more than", operator.gt),
+    "most": ("at most", operator.le), "below": ("less than", operator.lt),
+}  # fmt: skip
+
+
+def option(default: Any, help: str, choices: Sequence[str] | None = None, **bounds: float) -> Any:
+    """A dataclass field with the help text that its flag shows, and its ``least`` or ``above``, ``most`` or ``below``."""
+    assert bounds.keys() <= _BOUNDS.keys()
+    return field(default=default, metadata={"help": help, "choices": choices, "bounds": bounds})
 
 
 @dataclass(frozen=True)
@@ -27,17 +36,29 @@ class ServiceConfig:
     """Options that every service has."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(0, "gRPC port; 0 takes a free one and logs it")
-    metrics_port: int = option(0, "HTTP port of /metrics; 0 turns it off")
-    grace_seconds: float = option(30.0, "after SIGTERM, time for running requests to finish")
+    port: int = option(0, "gRPC port; 0 takes a free one and logs it", least=0, most=65535)
+    metrics_port: int = option(0, "HTTP port of /metrics; 0 turns it off", least=0, most=65535)
+    grace_seconds: float = option(30.0, "after SIGTERM, time for running requests to finish", least=0)
     log_level: str = option("info", "least severe log lines to write", ["debug", "info", "warning", "error"])
 
     def __post_init__(self) -> None:
-        for name in ("port", "metrics_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, got {getattr(self, name)}")
-        if self.grace_seconds < 0:
-            raise ValueError(f"--grace-seconds must not be negative, got {self.grace_seconds}")
+        for f in dataclasses.fields(self):
+            value, bounds = getattr(self, f.name), f.metadata["bounds"]
+            if not all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):  # NaN is never within
+                raise ValueError(f"{_flag(f.name)} must be {_range(bounds)}, got {value}")
+
+    @property
+    def max_held_request_bytes(self) -> float:
+        """Most bytes of gRPC requests held at once; the services behind the gateway bound what they take in otherwise."""
+        return math.inf
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _range(bounds: Mapping[str, float]) -> str:
+    return " and ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
 
 
 def parse_config(
@@ -63,10 +84,9 @@ def parse_config(
     )
     for name, f in fields.items():
         variable = PREFIX + name.upper()
-        text = f"{f.metadata['help']} (default: {f.default if f.default not in ('', None) else 'none'}; {variable})".replace(
-            "%", "%%"
-        )
-        flag = "--" + name.replace("_", "-")
+        facts = [f"default: {f.default if f.default not in ('', None) else 'none'}", _range(f.metadata["bounds"]), variable]
+        text = f"{f.metadata['help']} ({'; '.join(filter(None, facts))})".replace("%", "%%")
+        flag = _flag(name)
         if types[name] is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:

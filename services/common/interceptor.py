@@ -1,4 +1,4 @@
-"""The one server interceptor: request ids, the drain gate, error mapping and a count of calls in flight.
+"""The one server interceptor: request ids, the drain gate, a bound on what requests hold, error mapping and a count of calls.
 
 Servicers and everything below them raise; this is the only place that sets a status. An exception that nobody foresaw
 becomes INTERNAL with an opaque text and the request id; its traceback goes to the log.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -23,6 +24,7 @@ from services.common.errors import ServiceError, invalid, unavailable
 logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID = 128
+LARGE_BODY = 64 * 1024  # bytes; requests that have fewer always find room
 # Answered even while draining, and not counted as work in flight.
 _ALWAYS = ("/grpc.health.v1.", "/grpc.reflection.")
 
@@ -32,15 +34,18 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     Attributes:
         in_flight: calls being answered, health and reflection aside.
+        held_bytes: of their single requests, which gRPC keeps to the end of a call.
         draining: when true, new calls are refused with UNAVAILABLE, but for ``open_while_draining``.
 
     Args:
         open_while_draining: names of methods that running requests still need, such as ``Fetch``.
+        max_held_bytes: calls are refused beyond; one that is alone never is.
     """
 
-    def __init__(self, open_while_draining: frozenset[str] = frozenset()) -> None:
+    def __init__(self, open_while_draining: frozenset[str] = frozenset(), max_held_bytes: float = math.inf) -> None:
         self.open_while_draining = open_while_draining | {"GetLoad"}
-        self.in_flight = 0
+        self.max_held_bytes = max_held_bytes
+        self.in_flight = self.held_bytes = 0
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -72,7 +77,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self, method: str, handler: Callable[..., Awaitable[Any]], read: Callable[[Any], Any]
     ) -> Callable[..., Awaitable[Any]]:
         async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with _Call(self, method, context) as call:
+            async with _Call(self, method, context, request) as call:
                 try:
                     return await handler(read(request), context)
                 except (Exception, asyncio.CancelledError) as error:
@@ -84,7 +89,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self, method: str, handler: Callable[..., AsyncGenerator[Any, None]], read: Callable[[Any], Any]
     ) -> Callable[..., AsyncIterator[Any]]:
         async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            async with _Call(self, method, context) as call:
+            async with _Call(self, method, context, request) as call:
                 try:
                     async with aclosing(handler(read(request), context)) as stream:  # parked at yield, it learns of a cancel here
                         async for response in stream:
@@ -98,8 +103,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 class _Call:
     """One call: sets the request id, counts it, logs how it ended."""
 
-    def __init__(self, owner: ServiceInterceptor, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(
+        self, owner: ServiceInterceptor, method: str, context: grpc.aio.ServicerContext[Any, Any], request: object
+    ) -> None:
         self.owner, self.method, self.context = owner, method, context
+        self.size = len(request) if isinstance(request, bytes) else 0
         self.outcome = "OK"
 
     async def __aenter__(self) -> _Call:
@@ -110,12 +118,17 @@ class _Call:
         if self.owner.draining and self.method.rpartition("/")[2] not in self.owner.open_while_draining:
             error = unavailable("the service is shutting down; send the request to another replica or try again")
             await self._abort(error)
+        held = self.owner.held_bytes + self.size
+        if self.size > LARGE_BODY and held > max(self.owner.max_held_bytes, self.size):
+            await self._abort(full())
+        self.owner.held_bytes = held
         self.owner.in_flight += 1
         self.owner.idle.clear()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.owner.in_flight -= 1
+        self.owner.held_bytes -= self.size
         if self.owner.in_flight == 0:
             self.owner.idle.set()
         if isinstance(error, GeneratorExit):
@@ -144,6 +157,12 @@ class _Call:
 
 def _as_it_is(request: Any) -> Any:
     return request
+
+
+def full() -> ServiceError:
+    """There is no memory for a request's bytes."""
+    text = "the bytes of other requests take all the memory there is for them; try again in 1.0 s"
+    return ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, text, reason="MEDIA_FULL", retry_delay=1.0)
 
 
 def explained(error: BaseException, request_id: str, **fields: object) -> ServiceError:

@@ -107,7 +107,7 @@ async def _serve(config: ServiceConfig, build: Callable[[], Service]) -> None:
     # language model's process, 13 ms in a gateway's. Frozen objects are not looked at again.
     gc.collect()
     gc.freeze()
-    interceptor = ServiceInterceptor(service.open_while_draining)
+    interceptor = ServiceInterceptor(service.open_while_draining, config.max_held_request_bytes)
     server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
     service.register(server)
     health_servicer = health.aio.HealthServicer()

@@ -18,6 +18,7 @@ from services.gateway.admission import Ask, Ledger, Reservation
 from services.gateway.answers import Answers, Delta, Ended
 from services.gateway.backends import Backends
 from services.gateway.background import Background
+from services.gateway.budgets import Prefer
 from services.gateway.config import GatewayConfig
 from services.gateway.cost import Class, Cost, kind_of
 from services.gateway.dispatch import Call, Dispatcher
@@ -26,7 +27,7 @@ from services.gateway.media import Probe
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Prompt, PromptMaker
 from services.gateway.refusals import refusals
-from services.gateway.tenants import Tenants
+from services.gateway.tenants import Tenant, Tenants
 from services.gateway.validator import Conversation, Validator
 from services.models.media import Modality
 from triptych.common.v1 import usage_pb2
@@ -98,9 +99,15 @@ class Chat:
         """Tokens in a KV block."""
         return min((pool.block_size for pool in self._ledger.open_pools), default=_UNKNOWN_BLOCK_SIZE)
 
-    async def prompt(self, request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> Prompt:
-        """Validate, probe and lay out, on threads; long texts queue for one of their own, so that they hold up nobody else."""
+    async def prompt(self, request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest, seconds: float) -> Prompt:
+        """Validate, probe and lay out within ``seconds``, where there is room for one more that is looked at."""
         tenant = self._tenants.signed_in()
+        with refusals(), self._ledger.arriving(tenant, _guessed_kind(request), seconds):
+            async with asyncio.timeout(seconds):
+                return await self._look(request, tenant)
+
+    async def _look(self, request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest, tenant: Tenant) -> Prompt:
+        """On threads; long texts queue for one of their own, so that they hold up nobody else."""
         size = sum(len(part.text) for message in request.messages for part in message.parts)
         threads = self._long_text_thread if size > _LONG_TEXT else self._threads
 
@@ -127,8 +134,8 @@ class Chat:
         room = min(self.max_model_len - length, (largest_pool - length) // prompt.sampling.n)
         return max(1, min(self._config.default_max_tokens, room), prompt.sampling.min_tokens)
 
-    def ask(self, prompt: Prompt) -> Ask:
-        """What a prompt asks the ledger for."""
+    def ask(self, prompt: Prompt, prefer: Prefer | None = None) -> Ask:
+        """What a prompt asks the ledger for; ``prefer`` as :class:`Ask` has it."""
         new = self._known.new(prompt.items)
         cost = Cost(
             prompt_tokens=len(prompt.token_ids),
@@ -140,23 +147,17 @@ class Chat:
             media_bytes=prompt.media_bytes,
         )
         kind = kind_of(len(prompt.token_ids), {item.plan.modality for item in prompt.items})
-        return Ask(cost, kind, self._tenants.signed_in(), prompt.sampling.priority)
+        return Ask(cost, kind, self._tenants.signed_in(), prompt.sampling.priority, prefer)
 
     def best_llm(self, prompt: Prompt) -> str:
         """Where a prompt goes if there is room: a language model's address, or nothing where none is ready."""
         return next(iter(self._backends.llms_for(prompt)), "")
 
-    def expected_wait(self, prompt: Prompt) -> float:
-        """Seconds that it would wait for admission if it came now."""
-        return self._ledger.expected_wait(self.ask(prompt))
-
     async def answer(self, request: gateway_pb2.ChatRequest, request_id: str, seconds: float) -> AsyncGenerator[Event, None]:
         """Answer within ``seconds``; closing the iterator ends the request everywhere."""
         started = time.monotonic()
         deadline = started + seconds
-        with refusals(), self._ledger.arriving(self._tenants.signed_in(), _guessed_kind(request), seconds):
-            async with asyncio.timeout(seconds):
-                prompt = await self.prompt(request)
+        prompt = await self.prompt(request, seconds)
         max_tokens = self.max_tokens(prompt)
         self._check_length(prompt, max_tokens)
         probed = time.monotonic()
@@ -164,7 +165,7 @@ class Chat:
         self._dispatcher.check(call)
         ended: Ended | None = None
         with refusals():
-            ask = replace(self.ask(prompt), prefer=self._dispatcher.preference(call))
+            ask = self.ask(prompt, self._dispatcher.preference(call))
             async with self._ledger.reserve(ask, deadline - probed) as held:
                 admitted = time.monotonic()
                 _log_admitted(prompt, max_tokens, held)
@@ -209,7 +210,7 @@ async def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, contextvars.copy_context().run, work)
 
 
-def _guessed_kind(request: gateway_pb2.ChatRequest) -> Class:
+def _guessed_kind(request: gateway_pb2.ChatRequest | gateway_pb2.EstimateTokensRequest) -> Class:
     """The class of a request that nobody has looked at yet."""
     parts = [part for message in request.messages for part in message.parts]
     modalities = {_MODALITIES[content] for part in parts if (content := part.WhichOneof("content")) not in (None, "text")}

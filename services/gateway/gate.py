@@ -77,7 +77,9 @@ class Gate:
         Raises:
             Busy: see there.
         """
-        if tenant.max_requests and sum(ticket.tenant.name == tenant.name for ticket in self.inside) >= tenant.max_requests:
+        theirs = sum(ticket.tenant.name == tenant.name for ticket in self.inside)
+        theirs += sum(count for (name, _), count in self.arriving.items() if name == tenant.name)
+        if tenant.max_requests and theirs >= tenant.max_requests:
             raise self._busy("TENANT_LIMIT", tenant, kind, now)
         busy = bool(self.queue) or self.budgets.full
         for crowd, limit, coming in self._crowds(kind):

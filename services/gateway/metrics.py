@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.common.metrics import estimate_mismatch as estimate_mismatch
 from services.gateway.cost import Class
+
+if TYPE_CHECKING:
+    from services.gateway.admission import Ledger
 
 _SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -20,23 +22,10 @@ failovers = Counter("triptych_gateway_failovers", "items and answers that went o
 wait_seconds = Histogram("triptych_gateway_wait_seconds", "seconds until a request was let in", ["kind"], buckets=_SECONDS)
 
 
-class Book(Protocol):
-    """What is read of a ledger."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def queued_by_class(self) -> dict[Class, int]: ...
-    @property
-    def reserved(self) -> dict[str, int]: ...
-    @property
-    def limit(self) -> dict[str, int]: ...
-
-
 class LedgerCollector(Collector):
     """Figures of one ledger."""
 
-    def __init__(self, ledger: Book) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def collect(self) -> Iterator[Metric]:

@@ -47,8 +47,9 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
         self, request: gateway_pb2.EstimateTokensRequest | gateway_pb2.ChatRequest, context: Context
     ) -> gateway_pb2.EstimateTokensResponse:
         _present(context)
-        prompt = await self._chat.prompt(request)
-        tokens, cost = len(prompt.token_ids), self._chat.ask(prompt).cost
+        prompt = await self._chat.prompt(request, time_left(context))
+        ask = self._chat.ask(prompt)
+        tokens, cost = len(prompt.token_ids), ask.cost
         return gateway_pb2.EstimateTokensResponse(
             prompt_tokens=tokens,
             prompt_tokens_details=_prompt_tokens(prompt),
@@ -60,7 +61,7 @@ class ChatServicer(gateway_pb2_grpc.ChatServiceServicer):
                 host_bytes=cost.media_bytes,
             ),
             max_model_len=self._chat.max_model_len,
-            expected_wait_seconds=self._chat.expected_wait(prompt),
+            expected_wait_seconds=self._ledger.expected_wait(ask),
         )
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Context) -> gateway_pb2.ListModelsResponse:

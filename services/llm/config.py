@@ -48,15 +48,17 @@ class LlmConfig(ServiceConfig):
     model: str = option("", "checkpoint folder or hub id; without it, the embedded model")
     dtype: str = option("auto", "type of weights and KV cache", ["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    threads: int = option(0, "CPU threads for tensor work; 0 leaves it to torch")
-    max_model_len: int = option(0, "most tokens of prompt and answer together; 0 takes the checkpoint's")
+    threads: int = option(0, "CPU threads for tensor work; 0 leaves it to torch", least=0)
+    max_model_len: int = option(0, "most tokens of prompt and answer together; 0 takes the checkpoint's", least=0)
     block_size: int = option(
-        0, "tokens in a KV block; 0 takes 16, or on CUDA in 16 bits 256: torch's paged kernel takes multiples of that alone"
+        0,
+        "tokens in a KV block; 0 takes 16, or on CUDA in 16 bits 256: torch's paged kernel takes multiples of that alone",
+        least=0,
     )
-    kv_cache_memory_bytes: int = option(1 << 30, "size of the KV pool on a CPU, an upper bound on CUDA")
-    gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights and KV pool may take")
-    max_num_batched_tokens: int = option(2048, "most tokens computed in a step")
-    max_num_seqs: int = option(64, "most sequences in a step")
+    kv_cache_memory_bytes: int = option(1 << 30, "size of the KV pool on a CPU, an upper bound on CUDA", least=1)
+    gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights and KV pool may take", above=0, most=1)
+    max_num_batched_tokens: int = option(2048, "most tokens computed in a step", least=1)
+    max_num_seqs: int = option(64, "most sequences in a step", least=1)
     attention_backend: str = option(
         "auto",
         "who computes attention: cuda is torch's paged kernel with the gathered path for what it does not take (soft caps, "
@@ -68,7 +70,7 @@ class LlmConfig(ServiceConfig):
     enforce_eager: bool = option(
         False, "never replay decoding steps as CUDA graphs; without it, models whose every layer runs in torch's paged kernel do"
     )
-    long_prefill_token_threshold: int = option(0, "most tokens a step takes of one prompt; 0 sets no bound")
+    long_prefill_token_threshold: int = option(0, "most tokens a step takes of one prompt; 0 sets no bound", least=0)
     decode_stretch: float = option(
         0.0,
         "a step beside decoding sequences takes only as many prompt tokens as make it so many times longer, such as 1.25, which "
@@ -78,20 +80,12 @@ class LlmConfig(ServiceConfig):
     visual_token_pruning: str = option(
         "", "drop the visual tokens that get least attention from layer K on: fastv:K=2 where asked, fastv:K=2,keep=0.5 always"
     )
-    watchdog_seconds: float = option(300.0, "a step that takes longer makes liveness fail; 0 turns that off")
-    max_requests: int = option(1024, "most requests held at once, running or waiting; more are refused until one ends")
+    watchdog_seconds: float = option(300.0, "a step that takes longer makes liveness fail; 0 turns that off", least=0)
+    max_requests: int = option(1024, "most requests held at once, running or waiting; more are refused until one ends", least=1)
     seed: int = option(0, "seed for requests that bring none; 0 draws one for each")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_size", "threads", "max_model_len", "long_prefill_token_threshold", "watchdog_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
-        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "max_requests"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.decode_stretch and not self.decode_stretch > 1:
             raise ValueError(f"--decode-stretch must be above 1, or 0 for no bound, got {self.decode_stretch}")
         Pruning.parse(self.visual_token_pruning)

@@ -133,7 +133,8 @@ class Engine:
         except Exception:
             logger.exception("step failed", extra=_of(self._answers[c.sequence.id] for c in chunks))
             if len(chunks) == 1:
-                self._fail(chunks[0].sequence, "the step that computed this request failed; the log has the details")
+                text = "the step that computed this request failed; the log has the details"
+                self._fail(chunks[0].sequence, EngineFailure(text))
                 return
             for chunk in chunks:
                 if chunk.sequence.id in self._answers:  # not ended with a sibling
@@ -144,7 +145,7 @@ class Engine:
     def _postprocess(self, chunks: list[Chunk], output: StepOutput) -> None:
         """Take note of what was computed, then choose a token for every sequence that has its logits."""
         for chunk in output.broken:
-            self._fail(chunk.sequence, NOT_NUMBERS)
+            self._fail(chunk.sequence, EngineFailure(NOT_NUMBERS))
         self.scheduler.commit(chunks)
         if output.scored or len(output.sampling) < len(chunks):
             self._note_prefills(chunks, output)
@@ -161,7 +162,8 @@ class Engine:
         self.generated += len(choices)
         for row, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
             if choice is None:
-                self._fail(answer.sequence, answer.chooser.failure or NOT_NUMBERS)
+                assert answer.chooser.failure is not None
+                self._fail(answer.sequence, answer.chooser.failure)
             elif answer.sequence.id in self._answers:  # not failed by a sibling
                 self._take(answer, choice, now, logits[row])
 
@@ -269,7 +271,7 @@ class Engine:
         sequence = _sequence(name, arguments, list(atoms), self.runner.merger.family.cross, self.runner.pruning)
         if refusal := self.scheduler.refusal(sequence):
             self.runner.remove(name)
-            self._send(request, Refused(refusal))
+            self._send(request, Refused("token_ids", refusal))
             return
         grammar = arguments.grammar.start() if arguments.grammar else None
         words = [token for token in arguments.prompt if token < self.runner.vocab_size]  # a placeholder may have no logit
@@ -291,7 +293,7 @@ class Engine:
         sequence = request.answers[0].sequence
         arrived = request.arrived[item]
         if not bool(torch.isfinite(rows).all()):
-            self._fail(sequence, "the encoder's rows are not numbers; try another dtype")
+            self._fail(sequence, EngineFailure("the encoder's rows are not numbers; try another dtype"))
             return
         self.runner.write_rows(sequence.id, item, request.arguments.media[item], arrived[feature], feature, rows)
         arrived[feature] += len(rows)
@@ -314,10 +316,10 @@ class Engine:
         self.scheduler.finish(answer.sequence, poisoned)
         self.runner.remove(answer.sequence.id)
 
-    def _fail(self, sequence: Sequence, text: str) -> None:
+    def _fail(self, sequence: Sequence, failure: EngineFailure | Refused) -> None:
         """End the whole request of a sequence."""
         if (answer := self._answers.get(sequence.id)) is not None:
-            self._send(answer.request, EngineFailure(text))
+            self._send(answer.request, failure)
             self._remove(answer.request, poisoned=True)
 
     def _set_paused(self, request: Request, paused: bool) -> None:
@@ -346,7 +348,7 @@ def _choose(answers: list[Answer], logits: torch.Tensor) -> list[Choice | None]:
         if len(answers) > 1:
             return [_choose([answer], logits[i : i + 1])[0] for i, answer in enumerate(answers)]
         logger.exception("sampling failed", extra=_of(answers))
-        answers[0].chooser.failure = "no token could be chosen for this request; the log has the details"
+        answers[0].chooser.failure = EngineFailure("no token could be chosen for this request; the log has the details")
         return [None]
 
 

@@ -60,7 +60,11 @@ class EngineFailure(Exception):
 
 
 class Refused(Exception):
-    """The request can never run here. The text is for the client."""
+    """The request can never run here, or not to its end. The text is for the client, about ``field``."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class Aborted(Exception):

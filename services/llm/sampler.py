@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from services.llm.events import EngineFailure, Refused
 from services.llm.logprobs import Choice, logprobs
 from services.llm.occurrences import Occurrences
 from services.llm.structured import GrammarFailure, GrammarState
@@ -63,7 +64,7 @@ class TokenChooser:
 
     Attributes:
         plain: the next token is the likeliest one, and nothing else is asked about it.
-        failure: why :func:`choose` had no token, for the client; None while it had.
+        failure: why :func:`choose` had no token; None while it had.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TokenChooser:
         grammar: GrammarState | None = None,
     ) -> None:
         self.sampling, self.grammar = sampling, grammar
-        self.failure: str | None = None
+        self.failure: EngineFailure | Refused | None = None
         self._banned_at_first, self._min_tokens = sorted(end_token_ids), min_tokens
         self._seed = _mixed(sampling.seed)
         self._accepted = 0
@@ -139,7 +140,7 @@ def choose(choosers: Sequence[TokenChooser], logits: torch.Tensor) -> list[Choic
     if None in choices:
         for chooser, choice in zip(choosers, choices, strict=True):
             if choice is None:
-                chooser.failure = chooser.failure or NOT_NUMBERS
+                chooser.failure = chooser.failure or EngineFailure(NOT_NUMBERS)
     return choices
 
 
@@ -153,7 +154,7 @@ def _choose_special(
             try:
                 masks[i] = grammar.mask()
             except GrammarFailure as failure:
-                choosers[i].failure, choices[i] = str(failure), None
+                choosers[i].failure, choices[i] = Refused(f"sampling.{grammar.kind}", str(failure)), None
     rows = [i for i in special if choices[i] is not None]
     if not rows:
         return

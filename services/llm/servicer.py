@@ -151,7 +151,7 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
                         text = "the request was ended by an Abort call"
                         raise ServiceError(grpc.StatusCode.CANCELLED, text, reason="ABORTED")
                     case Refused():
-                        raise invalid("token_ids", str(event))
+                        raise invalid(event.field, str(event))
                     case EngineFailure():
                         raise ServiceError(grpc.StatusCode.INTERNAL, str(event))
             if request.events.lagged and request.events.caught_up:

@@ -28,7 +28,6 @@ _WHITESPACE = r"[ \n\r\t]{0,64}"  # between the parts of JSON: bounded, or an an
 # Of the parser, for one mask and at one place of the text: with the library's own 50,000 and 2,000 an ambiguous grammar can hold
 # up a batch for seconds a step.
 _STEP_ITEMS, _ROW_ITEMS = 10_000, 1_000
-_TOO_COMPLEX = "the constraint of this request became too complex to follow; simplify it, or make its rules left-recursive"
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "json_object"]
 
@@ -134,7 +133,7 @@ class Grammars:
         """
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: len(self._texts)]
         if matcher.is_error():
-            raise GrammarFailure(_TOO_COMPLEX)
+            raise _too_complex(matcher)
         allowed = self._texts & bits
         if matcher.is_accepting():
             allowed |= self._ends
@@ -144,15 +143,15 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         source = _source(constraint)
-        grammar = self._start(source)
-        return self._start(_after_a_space(source)) if self._leading_space else grammar
+        grammar = self._start(constraint.kind, source)
+        return self._start(constraint.kind, _after_a_space(source)) if self._leading_space else grammar
 
-    def _start(self, source: str) -> Grammar:
+    def _start(self, kind: Kind, source: str) -> Grammar:
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise ConstraintError(_reason(matcher))
         try:
-            return Grammar(self, matcher, self.allowed(matcher))
+            return Grammar(self, kind, matcher, self.allowed(matcher))
         except GrammarFailure:
             raise ConstraintError("no token of the model begins a text that matches it") from None
 
@@ -160,21 +159,25 @@ class Grammars:
 class Grammar:
     """A compiled constraint. Shared by the answers that it constrains and never moved on itself."""
 
-    def __init__(self, grammars: Grammars, matcher: llguidance.LLMatcher, first: torch.Tensor) -> None:
-        self._grammars, self._matcher, self._first = grammars, matcher, first
+    def __init__(self, grammars: Grammars, kind: Kind, matcher: llguidance.LLMatcher, first: torch.Tensor) -> None:
+        self._grammars, self._kind, self._matcher, self._first = grammars, kind, matcher, first
 
     def start(self) -> GrammarState:
         """For a new answer."""
         known: Future[torch.Tensor] = Future()
         known.set_result(self._first)
-        return GrammarState(self._grammars, self._matcher.deep_copy(), known)
+        return GrammarState(self._grammars, self._kind, self._matcher.deep_copy(), known)
 
 
 class GrammarState:
-    """How far one answer has come. Its matcher belongs to the mask threads from :meth:`accept` until the mask is there."""
+    """How far one answer has come. Its matcher belongs to the mask threads from :meth:`accept` until the mask is there.
 
-    def __init__(self, grammars: Grammars, matcher: llguidance.LLMatcher, pending: Future[torch.Tensor]) -> None:
-        self._grammars, self._matcher, self._pending = grammars, matcher, pending
+    Attributes:
+        kind: of the constraint.
+    """
+
+    def __init__(self, grammars: Grammars, kind: Kind, matcher: llguidance.LLMatcher, pending: Future[torch.Tensor]) -> None:
+        self._grammars, self.kind, self._matcher, self._pending = grammars, kind, matcher, pending
 
     def accept(self, token: int) -> None:
         """The answer goes on with ``token``; starts on the next mask. After an end token there is none."""
@@ -192,12 +195,12 @@ class GrammarState:
     def fork(self) -> GrammarState:
         """One that goes its own way from here."""
         self._pending.exception()  # wait: the matcher is not ours before
-        return GrammarState(self._grammars, self._matcher.deep_copy(), self._pending)
+        return GrammarState(self._grammars, self.kind, self._matcher.deep_copy(), self._pending)
 
     def _advance(self, before: Future[torch.Tensor], token: int) -> torch.Tensor:
         before.result()  # submitted earlier to the same first-in-first-out threads, so it never waits for this
         if not self._matcher.consume_token(token):
-            raise GrammarFailure(_TOO_COMPLEX)
+            raise _too_complex(self._matcher)
         return self._grammars.allowed(self._matcher)
 
 
@@ -247,6 +250,10 @@ def _after_a_space(source: str) -> str:
     grammars = json.loads(source)["grammars"]
     grammars[0]["name"] = "body"
     return json.dumps({"grammars": [{"name": "top", "lark_grammar": 'start: " " @body'}, *grammars]})
+
+
+def _too_complex(matcher: llguidance.LLMatcher) -> GrammarFailure:
+    return GrammarFailure(f"became too complex to follow: {_reason(matcher)}; simplify it")
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:

@@ -32,7 +32,9 @@ def test_an_explicit_default_still_beats_a_variable() -> None:
         (["--max-num-seqs", "many"], {}, "--max-num-seqs"),
         (["--max-num-seqs", "0"], {}, "--max-num-seqs must be at least 1"),
         (["--dtype", "float8"], {}, "--dtype"),
-        (["--port", "70000"], {}, "--port must be between 0 and 65535"),
+        (["--port", "70000"], {}, "--port must be at least 0 and at most 65535"),
+        (["--gpu-memory-utilization", "0"], {}, "--gpu-memory-utilization must be more than 0 and at most 1, got 0.0"),
+        (["--grace-seconds", "nan"], {}, "--grace-seconds must be at least 0, got nan"),
         (["--max-num-batched-tokens", "8", "--max-num-seqs", "9"], {}, "--max-num-batched-tokens"),
         ([], {"TRIPTYCH_MAX_NUM_SEQS": "many"}, "TRIPTYCH_MAX_NUM_SEQS"),
         ([], {"TRIPTYCH_DTYPE": "float8"}, "TRIPTYCH_DTYPE must be one of auto, float32"),
@@ -56,6 +58,7 @@ def test_help_shows_every_option_with_its_variable(kind: type, capsys: pytest.Ca
     shown = capsys.readouterr().out
     for field in dataclasses.fields(kind):
         assert "--" + field.name.replace("_", "-") in shown
+        assert all(str(bound) in shown for bound in field.metadata["bounds"].values())
         assert "TRIPTYCH_" + field.name.upper() in shown.replace("\n", "").replace(" ", "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -54,9 +55,9 @@ class Servicer(llm_pb2_grpc.LlmServiceServicer):
 
 @asynccontextmanager
 async def serving(
-    open_while_draining: frozenset[str] = frozenset(),
+    open_while_draining: frozenset[str] = frozenset(), max_held_bytes: float = math.inf
 ) -> AsyncIterator[tuple[llm_pb2_grpc.LlmServiceStub, Servicer, ServiceInterceptor]]:
-    interceptor, servicer = ServiceInterceptor(open_while_draining), Servicer()
+    interceptor, servicer = ServiceInterceptor(open_while_draining, max_held_bytes), Servicer()
     server = grpc.aio.server(interceptors=[interceptor])
     llm_pb2_grpc.add_LlmServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -159,6 +160,27 @@ async def test_leaving_a_stream_reaches_the_handler_and_the_count() -> None:
         await asyncio.wait_for(servicer.left.wait(), 5)
         await asyncio.wait_for(interceptor.idle.wait(), 5)
         assert interceptor.in_flight == 0
+
+
+@pytest.mark.asyncio
+async def test_the_bytes_of_all_requests_have_a_limit_and_small_ones_pass() -> None:
+    async with serving(max_held_bytes=200_000) as (stub, _, interceptor):
+        large, small = (llm_pb2.GenerateRequest(token_ids=[1] * count) for count in (150_000, 100))
+        held = stub.Generate(large)
+        assert await held.read() is not grpc.aio.EOF
+        error, _, details = await failure(stub.Generate(large).read())
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "RetryInfo" in details
+        assert error_pb2.ErrorInfo.FromString(details["ErrorInfo"]).reason == "MEDIA_FULL"
+        beside = stub.Generate(small)
+        assert await beside.read() is not grpc.aio.EOF
+        for call in (held, beside):
+            call.cancel()
+        await asyncio.wait_for(interceptor.idle.wait(), 5)
+        assert interceptor.held_bytes == 0
+        alone = stub.Generate(llm_pb2.GenerateRequest(token_ids=[1] * 500_000))  # more than the limit, and nobody else's
+        assert await alone.read() is not grpc.aio.EOF
+        alone.cancel()
+        await asyncio.wait_for(interceptor.idle.wait(), 5)
 
 
 @pytest.mark.asyncio

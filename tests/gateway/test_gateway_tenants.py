@@ -150,6 +150,8 @@ async def test_a_tenants_limit_and_its_own_cache(checkpoint_dir: Directory, keys
         with refused(CODE.RESOURCE_EXHAUSTED, "your key's limit") as errors:
             await answer(ask("x"), (("authorization", "Bearer k2"),))
         assert errors[0].reason == "TENANT_LIMIT" and errors[0].retry_delay
+        with refused(CODE.RESOURCE_EXHAUSTED, "your key's limit"):  # counting is work, too
+            await s.stub.EstimateTokens(gateway_pb2.EstimateTokensRequest(messages=ask("x").messages), metadata=one)
         with refused(CODE.INVALID_ARGUMENT, "the limit is 500") as errors:
             await answer(ask("x", max_tokens=500), two)
         assert errors[0].reason == "TENANT_TOKENS_CAPACITY_EXCEEDED"

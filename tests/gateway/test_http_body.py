@@ -184,7 +184,7 @@ def part(**members: Any) -> dict[str, Any]:
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differs from max_tokens"),
         ({"n": -1}, "n", "from 1 to 8"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "from 0 to 20"),
-        ({"seed": -1}, "seed", "from 0 to 18446744073709551615"),
+        ({"seed": -(2**63) - 1}, "seed", "from -9223372036854775808 to 18446744073709551615"),
         ({"stop": ["a", 5]}, "stop[1]", "must be a string"),
         ({"logit_bias": {"the": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": "x"}}, "logit_bias[1]", "must be a number"),
@@ -198,6 +198,7 @@ def part(**members: Any) -> dict[str, Any]:
             "did you mean include_usage?",
         ),
         ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
+        ({"web_search_options": {}}, "web_search_options", "leave it out"),
         ({"echo": True}, "echo", "can only be false"),
         ({"chat_template": "{{ x }}"}, "chat_template", "is not known"),
         ({"modalities": ["audio"]}, "modalities", 'can only be ["text"]'),
@@ -277,3 +278,8 @@ def test_any_json_is_read_or_refused(members: dict[str, Any]) -> None:
         read_chat_body(Value(members))
     except ServiceError as error:
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT and error.field and error.message.startswith(error.field)
+
+
+def test_a_seed_below_zero_is_one_of_the_unsigned_ones() -> None:
+    seeds = [read(seed=seed).request.sampling.seed for seed in (-1, 2**64 - 1, -(2**63), 0)]
+    assert seeds == [2**64 - 1, 2**64 - 1, 2**63, 0]

@@ -99,6 +99,18 @@ def test_chunks_add_up_to_the_object() -> None:
         assert [e for part in mine if part["logprobs"] for e in part["logprobs"]["content"]] == choice["logprobs"]["content"]
 
 
+def test_every_chunk_says_what_the_answer_has_cost_so_far() -> None:
+    prompt = usage_pb2.PromptTokens(text=3, image=4)
+    answer = [Response(admitted=gateway_pb2.Admitted(request_id="abc", prompt_tokens=prompt)), *ANSWER[1:]]
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = chunks_of(completion(n=2, stream=True, stream_options=asked), answer)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and (counts[0], counts[-1]) == (1, last["usage"]["completion_tokens"])
+    assert all(c["usage"]["total_tokens"] == c["usage"]["completion_tokens"] + 7 for c in chunks)
+    without = chunks_of(completion(stream=True, stream_options={"continuous_usage_stats": True}), ANSWER)
+    assert not any("usage" in chunk for chunk in without)
+
+
 def test_without_being_asked_for_nothing_is_told_of_tokens_or_cost() -> None:
     chunks = chunks_of(completion(stream=True), ANSWER)
     assert not any("usage" in chunk for chunk in chunks)

@@ -182,6 +182,10 @@ async def test_what_fails_before_the_first_word_has_a_status_even_in_a_stream(ll
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="default", messages=shown, stream=True)
         assert refused.value.param == "messages[0].content[0].image_url"
+        s.llm.script = Script([], error=invalid("sampling.regex", "became too complex to follow"))
+        with pytest.raises(openai.BadRequestError, match="guided_regex: became too complex") as refused:
+            await client.chat.completions.create(model="default", messages=HI, extra_body={"guided_regex": "a"})
+        assert refused.value.param == "guided_regex"
         s.llm.script = Script([], error=ServiceError(grpc.StatusCode.INTERNAL, "a secret of the engine"))
         reply = await http.post(CHAT, json={"messages": HI, "stream": True})
         assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
@@ -219,7 +223,7 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_end(llava: Path) -> No
 
 @pytest.mark.asyncio
 async def test_overload_says_when_to_try_again(llava: Path) -> None:
-    async with door(llava, max_num_running=1, max_queued_requests=0) as (s, client, _):
+    async with door(llava, max_num_running=1, max_queued_requests=0) as (s, client, http):
         s.llm.gate.clear()
         running = asyncio.create_task(client.chat.completions.create(model="default", messages=HI))
         await until(lambda: s.llm.running == 1)
@@ -228,6 +232,10 @@ async def test_overload_says_when_to_try_again(llava: Path) -> None:
         headers = refused.value.response.headers
         assert 1 <= int(headers["retry-after"]) <= 600 and int(headers["retry-after-ms"]) >= 1
         assert refused.value.type == "rate_limit_error" and refused.value.code
+        for path in ("/v1/estimate", "/tokenize"):  # which look at a conversation as an answer does
+            reply = await http.post(path, json={"messages": HI})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (429, "queue_full"), reply.text
+        assert not s.service.ledger.gate.arriving
         s.llm.gate.set()
         assert (await running).choices[0].finish_reason == "length"
 

@@ -176,6 +176,19 @@ async def test_a_token_that_cannot_be_chosen_fails_its_own_request_only(
 
 
 @pytest.mark.asyncio
+async def test_a_constraint_that_becomes_too_complex_ends_its_own_request_only(checkpoint_dir: Dirs) -> None:
+    async with running(checkpoint_dir("llama")) as client:
+        other = asyncio.create_task(client.tokens(client.generate("well", [1, 2], max_tokens=40, regex="[a-z]{1000}")))
+        # Each letter gives more ways to read the text than the one before, and there is no other text.
+        grammar = 'start: s "b"\ns: s s s s s | s s s | s s | "a"'
+        a = client.service.servicer.grammars._tokenizer.tokenize_str("a")[0]
+        error = await client.refused(client.generate("odd", [1, 2], max_tokens=1000, grammar=grammar, logit_bias={a: 100}))
+        assert len(await other) == 40
+        assert error.code is CODE.INVALID_ARGUMENT and error.field == "sampling.grammar"
+        assert "too complex" in error.message and "max is 1000" in error.message
+
+
+@pytest.mark.asyncio
 async def test_a_service_stops_in_the_middle_of_constrained_answers(
     checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

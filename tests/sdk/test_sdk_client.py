@@ -238,7 +238,7 @@ def test_an_unknown_option_and_a_huge_request_are_refused(gateway):
     with triptych.Client(gateway.address) as client:
         with pytest.raises(TypeError, match="unknown option 'temprature'"):
             client.chat("x", temprature=1)
-        with pytest.raises(errors.InvalidArgument, match="65 MiB"):
+        with pytest.raises(errors.InvalidArgument, match=r"65\.0 MiB"):
             client.chat([triptych.image(bytes(65 * 2**20))])
 
 

@@ -173,3 +173,19 @@ def test_a_broken_details_trailer_does_not_hide_the_error(gateway):
 
     gateway.script = script
     assert caught(gateway, errors.InternalError).message == "opaque"
+
+
+def test_a_request_too_large_for_a_message_is_not_sent(gateway):
+    with triptych.Client(gateway.address) as client, pytest.raises(errors.InvalidArgument) as error:
+        client.chat("x" * 64 * 2**20)
+    assert "64.0 MiB, the limit is 64; send fewer or smaller media" in str(error.value)
+    assert error.value.reason == "MESSAGE_TOO_LARGE" and error.value.metadata["limit"] == str(64 * 2**20)
+    assert not gateway.requests
+
+
+def test_a_message_that_grpc_refuses_says_what_to_do(gateway):
+    text = "SERVER: Received message larger than max (5 vs. 4)"
+    gateway.script = lambda context: context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+    error = caught(gateway, errors.InvalidArgument, request_id="mine")
+    assert "(5 vs. 4)); send fewer or smaller media" in str(error) and error.request_id == "mine"
+    assert error.reason == "MESSAGE_TOO_LARGE" and len(gateway.requests) == 1

@@ -50,6 +50,7 @@ class ChatBody:
         paths: from its fields to the body's.
         stream: whether the answer comes in pieces.
         usage_chunk: whether the last of them says what it cost.
+        running_usage: whether all others say what it cost so far, as vLLM's do.
         token_ids: whether tokens are shown beside the text.
     """
 
@@ -57,6 +58,7 @@ class ChatBody:
     paths: Paths
     stream: bool
     usage_chunk: bool
+    running_usage: bool
     token_ids: bool
 
 
@@ -80,13 +82,14 @@ def read_chat_body(body: Value) -> ChatBody:
     )
     read_messages(members["messages"], _offered(members), _pixels(members), request, paths)
     stream = _flag(members, "stream")
-    usage_chunk = False
+    usage_chunk = running_usage = False
     if "stream_options" in members:
-        options = members["stream_options"]
         if not stream:
-            raise options.refuse("needs stream to be true")
-        usage_chunk = _flag(options.members(("include_usage", "include_obfuscation")), "include_usage")
-    return ChatBody(request, paths, stream, usage_chunk, _flag(members, "return_token_ids"))
+            raise members["stream_options"].refuse("needs stream to be true")
+        options = members["stream_options"].members(("include_usage", "continuous_usage_stats", "include_obfuscation"))
+        usage_chunk = _flag(options, "include_usage")
+        running_usage = usage_chunk and _flag(options, "continuous_usage_stats")
+    return ChatBody(request, paths, stream, usage_chunk, running_usage, _flag(members, "return_token_ids"))
 
 
 def _flag(members: Mapping[str, Value], name: str) -> bool:

@@ -41,6 +41,7 @@ class Completion:
         self._with_logprobs = asked.request.sampling.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
         self._done = gateway_pb2.Done()
+        self._prompt_tokens = self._completion_tokens = 0  # of a stream, so far
 
     def take(self, response: gateway_pb2.ChatResponse) -> None:
         """Keep what came, for :meth:`whole`."""
@@ -61,8 +62,11 @@ class Completion:
 
     def chunks(self, response: gateway_pb2.ChatResponse) -> Iterator[Json]:
         """What a response adds to a stream; nothing where there is nothing to show yet."""
-        if response.HasField("delta"):
+        if response.HasField("admitted"):
+            self._prompt_tokens = sum(modalities(response.admitted.prompt_tokens).values())
+        elif response.HasField("delta"):
             delta = response.delta
+            self._completion_tokens += len(delta.token_ids)
             if delta.text or (delta.token_ids and (self._asked.token_ids or self._with_logprobs)):
                 yield from self._begun(delta.index)
                 yield self._chunk(delta.index, {"content": delta.text}, delta=delta)
@@ -87,8 +91,12 @@ class Completion:
             choice["logprobs"] = {"content": list(map(_token_logprob, delta.logprobs)), "refusal": None}
         if delta is not None and self._asked.token_ids:
             choice["token_ids"] = list(delta.token_ids)
-        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return {**chunk, "usage": None} if self._asked.usage_chunk else chunk
+        chunk: Json = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        if self._asked.usage_chunk:
+            prompt, answer = self._prompt_tokens, self._completion_tokens
+            so_far = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+            chunk["usage"] = so_far if self._asked.running_usage else None
+        return chunk
 
     def _whole_choice(self, index: int, choice: _Choice) -> Json:
         logprobs = {"content": choice.logprobs, "refusal": None} if self._with_logprobs else None

@@ -11,20 +11,19 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grpc
 import prometheus_client
 
 from services.common import logs
-from services.common.errors import ServiceError, unavailable
-from services.gateway.http.exchange import LARGE_BODY, ClientLeft, Exchange, Message, Receive, Send
-from services.gateway.http.problems import HttpError, internal, to_http
+from services.common.errors import unavailable
+from services.common.interceptor import LARGE_BODY, explained, full
+from services.gateway.http.exchange import ClientLeft, Exchange, Message, Receive, Send
+from services.gateway.http.problems import HttpError, to_http
 from services.gateway.http.values import Value, read_json
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ANSWERS = prometheus_client.Counter("triptych_http_answers", "Answers of the HTTP door", ["route", "status"])
 _LEFT = 499  # the status in logs and metrics where the client left before one was sent
-_FULL = "the bodies of other requests take all the memory there is for them; try again in 1.0 s"
 _DRAINING = "the service is shutting down; send the request to another replica or try again"
 
 
@@ -120,11 +119,10 @@ class Door:
             await self._answer(exchange, route)
         except ClientLeft:
             logs.event(logger, "client left", route=name)
-        except (HttpError, ServiceError, TimeoutError) as error:
-            await self._refuse(exchange, _to_http(error))
+        except HttpError as error:
+            await self._refuse(exchange, error)
         except Exception as error:
-            logger.error("unexpected error", exc_info=error, extra={"fields": {"route": name}})
-            await self._refuse(exchange, internal(exchange.request_id))
+            await self._refuse(exchange, to_http(explained(error, exchange.request_id, route=name)))
 
     async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         if error.code:
@@ -158,7 +156,7 @@ class Door:
             if exchange.body_bytes > LARGE_BODY and self._held_bytes > max(self._max_held_bytes, exchange.body_bytes):
                 self._held_bytes -= exchange.body_bytes
                 exchange.body_bytes = 0
-                raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, _FULL, reason="MEDIA_FULL", retry_delay=1.0)
+                raise full()
 
         return await exchange.aside(read_json, await exchange.json_body(self._max_body_bytes, taken))
 
@@ -179,11 +177,3 @@ class Door:
 
 async def _no_body() -> Value:
     return Value(None)
-
-
-def _to_http(error: HttpError | ServiceError | TimeoutError) -> HttpError:
-    if isinstance(error, HttpError):
-        return error
-    if isinstance(error, TimeoutError):
-        return HttpError(504, "the request's deadline passed; allow it more time", code="deadline_exceeded")
-    return to_http(error)

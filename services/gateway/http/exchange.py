@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
-from services.common.interceptor import REQUEST_ID_HEADER, clean_request_id
+from services.common.interceptor import LARGE_BODY, REQUEST_ID_HEADER, clean_request_id
 from services.gateway.http.problems import HttpError
 
 Message = MutableMapping[str, Any]
@@ -17,7 +17,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"
-LARGE_BODY = 64 * 1024  # bytes
 _BODY_SECONDS = 300.0  # that a whole body may take
 _LONGEST = 24 * 3600.0  # seconds; more counts as none
 _LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 * 1024 * 1024

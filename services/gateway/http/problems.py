@@ -69,10 +69,5 @@ def to_http(error: ServiceError) -> HttpError:
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_delay)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    code = error.reason.lower() if error.reason else None
-    return HttpError(status, error.message, param=error.field, code=code, headers=headers)
-
-
-def internal(request_id: str) -> HttpError:
-    """A bug: nothing of it is told."""
-    return HttpError(500, f"internal error; the log has the details under request id {request_id}", code="internal")
+    code = error.reason or (error.code.name if status >= 500 else "")
+    return HttpError(status, error.message, param=error.field, code=code.lower() or None, headers=headers)

@@ -88,9 +88,8 @@ class Routes:
     async def _estimate(self, exchange: Exchange, body: Value) -> None:
         asked = await exchange.aside(read_chat_body, body)
         del body
-        async with asyncio.timeout(time_left(_context(exchange))):
-            with _in_the_client_s_words(asked.paths):
-                estimate = await self._servicer.EstimateTokens(asked.request, _context(exchange))
+        with _in_the_client_s_words(asked.paths):
+            estimate = await self._servicer.EstimateTokens(asked.request, _context(exchange))
         await exchange.reply_json(_estimate_json(estimate, asked))
 
     async def _tokenize(self, exchange: Exchange, body: Value) -> None:
@@ -98,16 +97,17 @@ class Routes:
         members = body.members((*_TOKENIZED, "prompt", "return_token_strs"))
         if ("prompt" in members) == ("messages" in members):
             raise body.refuse("needs either prompt or messages")
-        async with asyncio.timeout(time_left(_context(exchange))):
-            if "messages" in members:
-                chat = Value({name: members[name].raw for name in _TOKENIZED if name in members})
-                asked = await exchange.aside(read_chat_body, chat)
-                with _in_the_client_s_words(asked.paths):
-                    tokens = (await self._chat.prompt(asked.request)).token_ids
-            else:
-                if "model" in members:
-                    self._model.check_called(members["model"].text())
-                special = "add_special_tokens" not in members or members["add_special_tokens"].flag()
+        seconds = time_left(_context(exchange))
+        if "messages" in members:
+            chat = Value({name: members[name].raw for name in _TOKENIZED if name in members})
+            asked = await exchange.aside(read_chat_body, chat)
+            with _in_the_client_s_words(asked.paths):
+                tokens = (await self._chat.prompt(asked.request, seconds)).token_ids
+        else:
+            if "model" in members:
+                self._model.check_called(members["model"].text())
+            special = "add_special_tokens" not in members or members["add_special_tokens"].flag()
+            async with asyncio.timeout(seconds):
                 tokens = await self._tokens(members["prompt"].text(), special)
         strings = "return_token_strs" in members and members["return_token_strs"].flag()
         await exchange.reply_json(

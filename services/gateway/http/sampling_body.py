@@ -12,15 +12,15 @@ from triptych.common.v1 import sampling_pb2
 _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "visual_token_keep",
 )  # fmt: skip
-_UINT32, _UINT64, _INT32 = (0, 2**32 - 1), (0, 2**64 - 1), (-(2**31), 2**31 - 1)
-_WHOLE = {"seed": _UINT64, "min_tokens": _UINT32, "n": (1, MAX_ANSWERS), "priority": _INT32}
+_UINT32, _INT32 = (0, 2**32 - 1), (-(2**31), 2**31 - 1)
+_WHOLE = {"min_tokens": _UINT32, "n": (1, MAX_ANSWERS), "priority": _INT32}
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _GUIDED = {
     "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
 }  # fmt: skip
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json_object"}
 NAMES = frozenset(
-    (*_NUMBERS, *_WHOLE, *_LENGTHS, *_GUIDED, "top_k", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "logprobs",
+    (*_NUMBERS, *_WHOLE, *_LENGTHS, *_GUIDED, "seed", "top_k", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "logprobs",
      "top_logprobs", "response_format", "structured_outputs")
 )  # fmt: skip
 
@@ -36,6 +36,8 @@ def read_sampling(members: Mapping[str, Value], paths: Paths) -> sampling_pb2.Sa
         setattr(params, name, members[name].number())
     for name in members.keys() & _WHOLE.keys():
         setattr(params, name, members[name].whole(*_WHOLE[name]))
+    if "seed" in members:
+        params.seed = members["seed"].whole(-(2**63), 2**64 - 1) % 2**64
     if "top_k" in members:
         params.top_k = max(0, members["top_k"].whole(-1, _UINT32[1]))  # -1 is vLLM's word for all
     if "ignore_eos" in members:

@@ -18,6 +18,7 @@ from services.common.errors import ServiceError, invalid
 _MAX_MARKS = 2 * 1024 * 1024
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _MAX_NAME = 64
+_LEAST_LIKE = 0.75  # of a known name, to be what a client may have meant
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Value:
         members = {name: self._member(name, raw) for name, raw in self.mapping().items() if raw is not None}
         for name, value in members.items():
             if name not in known:
-                near = difflib.get_close_matches(name[:_MAX_NAME], known, 1)
+                near = difflib.get_close_matches(name[:_MAX_NAME], known, 1, _LEAST_LIKE)
                 hint = f"did you mean {near[0]}?" if near else "leave it out"
                 raise value.refuse(f"is not known here; {hint}", reason="UNKNOWN_FIELD")
         return members
