@@ -12,6 +12,8 @@ from torch import nn
 
 from services.encoder.families import schemes_of
 from services.encoder.features import Features, cut_item, encode_items
+from services.encoder.native.activation import replace_activations
+from services.encoder.native.rotary import replace_rotary
 from services.encoder.preprocess import Prepared
 from services.models.checkpoint import Checkpoint
 from services.models.half import choose_device, choose_dtype, load_half, parameter_bytes
@@ -58,6 +60,9 @@ class Towers:
             for name, part in module.named_children():
                 if isinstance(part, nn.Conv3d):  # of Qwen's towers, which get their patches cut
                     setattr(module, name, PatchProduct(part))
+        if self._device.type == "cpu":
+            replace_rotary(self.model)
+            replace_activations(self.model, self.dtype)
         self.parameter_bytes = parameter_bytes(self.model)
 
     def split(self, item: Prepared) -> list[Prepared]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+_SHARED = Path(__file__).parent  # headers for every source
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-w")
 _COMPILERS = ("g++", "c++", "clang++")
 _COMPILE_SECONDS = 120.0
@@ -38,7 +39,7 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 def _build(source: Path) -> Path:
     runtime = _openmp_runtime()
-    headers = sorted(source.parent.glob("*.h"))
+    headers = [*sorted(source.parent.glob("*.h")), *sorted(_SHARED.glob("*.h"))]
     ingredients = [
         *(file.read_bytes() for file in (source, *headers)),
         *(part.encode() for part in (*_FLAGS, str(runtime), _cpu())),
@@ -54,7 +55,7 @@ def _build(source: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
-        _call([compiler, *_FLAGS, *(["-fopenmp"] if runtime else []), "-c", str(source), "-o", str(compiled)])
+        _call([compiler, *_FLAGS, *(["-fopenmp"] if runtime else []), f"-I{_SHARED}", "-c", str(source), "-o", str(compiled)])
         _call([compiler, "-shared", str(compiled), "-o", str(linked), *([str(runtime)] if runtime else [])])
         linked.replace(library)  # other processes see all of it or nothing
     return library
