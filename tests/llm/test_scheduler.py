@@ -52,8 +52,8 @@ def finish_all(s: Scheduler) -> None:
 
 def test_beside_decodes_prompts_take_as_much_as_they_are_given() -> None:
     s = scheduler()
-    s.add(sequence("b", 14, max_tokens=1))
-    assert names(run_step(s, prompt_tokens=5)) == [("b", 14)], "nobody waits for this step"
+    s.add(sequence("first", 14, max_tokens=1))
+    assert names(run_step(s, prompt_tokens=5)) == [("first", 14)], "nobody waits for this step"
     s.add(sequence("a", 3, max_tokens=9))
     run_step(s)
     s.add(sequence("b", 14))
