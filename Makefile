@@ -135,7 +135,7 @@ bench-incumbents: $(READY) .venv-vllm/.ready $(CHECKPOINTS)/.ready-openvino $(CH
 	@$(BIN)/python -m bench.summary $(RESULTS)
 
 bench-beside: $(READY) $(CHECKPOINTS)/.ready  ## text beside a flood of pictures, encoder and language model on a core each
-	@$(BENCH) $(BESIDE) --engines triptych --json $(RESULTS)/beside.json
+	@$(BENCH) $(BESIDE) --engines triptych-chat,triptych-mixed --json $(RESULTS)/beside.json
 
 bench-overhead: $(READY) $(CHECKPOINTS)/.ready  ## what gateway, gRPC and streaming cost beside the engine, and what services cost while idle
 	@$(BENCH) $(OVERHEAD)

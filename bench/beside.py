@@ -34,7 +34,7 @@ from scripts.local_stack import local_stack
 
 EXAMPLES = """examples:
   OMP_NUM_THREADS=1 python -m bench.beside --checkpoints .bench/checkpoints --vllm .venv-vllm/bin/python
-  OMP_NUM_THREADS=1 python -m bench.beside --checkpoints .bench/checkpoints --engines triptych --image-rate 0.5,1,2
+  OMP_NUM_THREADS=1 python -m bench.beside --checkpoints .bench/checkpoints --engines triptych-chat --image-rate 0.5,1,2
 """
 TARGET = 1.3
 TEXT = Sizes(words=60, max_tokens=64)
@@ -152,8 +152,9 @@ def start(args: argparse.Namespace, folder: Path, resources: contextlib.ExitStac
         model = args.checkpoints / f"vision-{dtype}"
         for name in args.engines:
             say(f"starting {name} {dtype}")
-            if name == "triptych":
-                stack = resources.enter_context(local_stack("--model", str(model), "--dtype", dtype, quiet=True))
+            if name.startswith("triptych"):
+                flags = ("--model", str(model), "--dtype", dtype, "--profile", name.partition("-")[2] or "mixed")
+                stack = resources.enter_context(local_stack(*flags, quiet=True))
                 services = services_under(stack.process.pid)
                 for service, pid in services.items():
                     pin(pid, args.cores[:1] if service == "encoder" else args.cores[1:])
@@ -177,9 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and print; with ``--json`` write too."""
     parser = new_parser("bench.beside", __doc__, EXAMPLES)
     add = parser.add_argument
-    names = ("triptych", "vllm-1", "vllm-2")
+    names = ("triptych-chat", "triptych-mixed", "vllm-1", "vllm-2")
     add("--checkpoints", type=Path, required=True, help="folder that bench.checkpoints wrote; the vision model answers all")
-    add("--engines", type=listed(str, names), default=list(names), help="triptych, vllm-1, vllm-2: its threads (default all)")
+    add("--engines", type=listed(str, names), default=list(names), help=f"of {', '.join(names)}: our profile, its threads (default all)")
     add("--dtypes", type=listed(str, ("float32", "bfloat16")), default=["bfloat16"], help="(default bfloat16)")
     add("--vllm", default="", metavar="PYTHON", help="python of a virtual environment with vllm")
     add("--cores", type=listed(int), default=sorted(os.sched_getaffinity(0))[:2], help="two of them (default the first two)")
