@@ -180,7 +180,12 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     names = ("triptych-chat", "triptych-mixed", "vllm-1", "vllm-2")
     add("--checkpoints", type=Path, required=True, help="folder that bench.checkpoints wrote; the vision model answers all")
-    add("--engines", type=listed(str, names), default=list(names), help=f"of {', '.join(names)}: our profile, its threads (default all)")
+    add(
+        "--engines",
+        type=listed(str, names),
+        default=list(names),
+        help=f"of {', '.join(names)}: our profile, its threads (default all)",
+    )
     add("--dtypes", type=listed(str, ("float32", "bfloat16")), default=["bfloat16"], help="(default bfloat16)")
     add("--vllm", default="", metavar="PYTHON", help="python of a virtual environment with vllm")
     add("--cores", type=listed(int), default=sorted(os.sched_getaffinity(0))[:2], help="two of them (default the first two)")
