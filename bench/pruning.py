@@ -86,8 +86,8 @@ class WatchedScheduler(Scheduler):
 
     peak: list[int]
 
-    def schedule(self) -> list[Chunk]:
-        chunks = super().schedule()
+    def schedule(self, prompt_tokens: int | None = None) -> list[Chunk]:
+        chunks = super().schedule(prompt_tokens)
         held = [pool.total - pool.available for pool in self.kv.pools]
         self.peak = [max(pair) for pair in zip(self.peak, held, strict=True)]
         return chunks
