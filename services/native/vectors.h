@@ -72,4 +72,28 @@ inline Vec fold(const Vec* sums) {
          __builtin_shuffle(c[0], c[1], IntVec{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
 }
 
+#if defined(__AVX512F__)
+// Turns 16 rows of 16 words.
+inline void turn(__m512i* r) {
+  __m512i t[16], u[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++)
+    for (int half = 0; half < 2; half++) {
+      u[4 * i + 2 * half] = _mm512_unpacklo_epi64(t[4 * i + half], t[4 * i + 2 + half]);
+      u[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(t[4 * i + half], t[4 * i + 2 + half]);
+    }
+  for (int i = 0; i < 4; i++) {
+    const __m512i p = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x88), q = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0x88);
+    const __m512i s = _mm512_shuffle_i32x4(u[i], u[4 + i], 0xdd), v = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0xdd);
+    r[i] = _mm512_shuffle_i32x4(p, q, 0x88);
+    r[4 + i] = _mm512_shuffle_i32x4(s, v, 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(p, q, 0xdd);
+    r[12 + i] = _mm512_shuffle_i32x4(s, v, 0xdd);
+  }
+}
+#endif
+
 }  // namespace triptych

@@ -53,28 +53,10 @@ template <typename T>
 inline void transpose(const T* const* rows, int width, float* columns) {
   for (int at = 0; at < width; at += kLanes) {
 #if defined(__AVX512F__)
-    __m512 a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = (__m512)load(rows[i] + at);
-    for (int i = 0; i < 8; i++) {
-      b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-      b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-      for (int half = 0; half < 2; half++) {
-        const __m512d low = (__m512d)b[4 * i + half], high = (__m512d)b[4 * i + 2 + half];
-        a[4 * i + 2 * half] = (__m512)_mm512_unpacklo_pd(low, high);
-        a[4 * i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(low, high);
-      }
-    }
-    for (int i = 0; i < 4; i++) {  // a[4 * group + i] holds column i of each 128-bit lane for rows of the group
-      const __m512 p = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88), q = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
-      const __m512 r = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd), s = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
-      float* out = columns + (at + i) * kTile;
-      _mm512_storeu_ps(out, _mm512_shuffle_f32x4(p, q, 0x88));
-      _mm512_storeu_ps(out + 4 * kTile, _mm512_shuffle_f32x4(r, s, 0x88));
-      _mm512_storeu_ps(out + 8 * kTile, _mm512_shuffle_f32x4(p, q, 0xdd));
-      _mm512_storeu_ps(out + 12 * kTile, _mm512_shuffle_f32x4(r, s, 0xdd));
-    }
+    __m512i turned[16];
+    for (int i = 0; i < 16; i++) turned[i] = (__m512i)load(rows[i] + at);
+    turn(turned);
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(columns + (at + i) * kTile, turned[i]);
 #else
     for (int i = 0; i < kLanes; i++) {
       const Vec row = load(rows[i] + at);

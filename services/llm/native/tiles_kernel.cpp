@@ -15,7 +15,11 @@
 #include <algorithm>
 #include <memory>
 
+#include "vectors.h"
+
 namespace {
+
+using triptych::turn;
 
 constexpr int kSide = 16;                 // rows of a tile; rows of x in a panel
 constexpr int kStep = 32;                 // numbers along the inner axis in a tile
@@ -31,28 +35,6 @@ struct alignas(64) TileConfig {
     for (int i = 0; i < 8; i++) row_bytes[i] = 64, rows[i] = kSide;
   }
 };
-
-// Turns 16 rows of 16 words.
-inline void turn(__m512i* r) {
-  __m512i t[16], u[16];
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; i++)
-    for (int half = 0; half < 2; half++) {
-      u[4 * i + 2 * half] = _mm512_unpacklo_epi64(t[4 * i + half], t[4 * i + 2 + half]);
-      u[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(t[4 * i + half], t[4 * i + 2 + half]);
-    }
-  for (int i = 0; i < 4; i++) {
-    const __m512i p = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x88), q = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0x88);
-    const __m512i s = _mm512_shuffle_i32x4(u[i], u[4 + i], 0xdd), v = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0xdd);
-    r[i] = _mm512_shuffle_i32x4(p, q, 0x88);
-    r[4 + i] = _mm512_shuffle_i32x4(s, v, 0x88);
-    r[8 + i] = _mm512_shuffle_i32x4(p, q, 0xdd);
-    r[12 + i] = _mm512_shuffle_i32x4(s, v, 0xdd);
-  }
-}
 
 struct Product {
   const uint16_t* x;  // [rows, in], rows `x_row` apart
