@@ -25,3 +25,9 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         return out
 
     return make
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Tells of a failure at once: a run that is ended from outside reaches no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext[-4000:]}", flush=True)
