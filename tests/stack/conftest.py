@@ -103,11 +103,11 @@ class RunningStack:
                 stream.cancel()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_stack(
     checkpoint_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], RunningStack]]:
-    """``start_stack("llava")`` is a running stack in float32, shared by the session's tests."""
+    """``start_stack("llava")`` is a running stack in float32, shared by a file's tests; a stack takes up to 2 GB."""
     running: dict[str, RunningStack] = {}
     with ExitStack() as stacks:
 
@@ -117,6 +117,7 @@ def start_stack(
                 model = str(checkpoint_dir(family))
                 stack = stacks.enter_context(local_stack("--model", model, "--dtype", "float32", log_dir=logs, quiet=True))
                 running[family] = RunningStack(stack, logs)
+            assert running[family].stack.process.poll() is None, f"an earlier test ended the stack; see {running[family].log_dir}"
             return running[family]
 
         yield start
