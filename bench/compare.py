@@ -1,8 +1,9 @@
 """Triptych beside other engines, on the same checkpoints, requests and cores, in one run: ``python -m bench.compare``.
 
-Each engine answers the same greedy requests, so many at a time, on one thread; rounds are interleaved. Of ours the CPU seconds of
-all services count (gateway, encoder and language model, over gRPC), of the others those of their one process, which is given
-token ids and opened pictures by a function call: their servers are not measured. An engine that ends is reported and left out.
+Each engine answers the same greedy requests, so many at a time, with one thread of tensor work and all of its processes on one
+core, since two of a machine's may share what computes; rounds are interleaved. Of ours the CPU seconds of all services count
+(gateway, encoder and language model, over gRPC), of the others those of their one process, which is given token ids and opened
+pictures by a function call: their servers are not measured. An engine that ends is reported and left out.
 `make bench-incumbents` prepares what it needs.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from bench.command import listed, new_parser, report, say
 from bench.incumbents.client import Ended, Incumbent
 from bench.measure import Cost, median
 from bench.ours import Ours
+from bench.processes import starting_on
 from bench.requests import SIZES, Requests
 from bench.workloads import Job
 
@@ -35,6 +38,7 @@ ENGINES = (
     "openvino-f32", "openvino-bf16",
     "llama.cpp-F32",
 )  # fmt: skip
+SEQUENTIAL = "one-by-one"
 Run = Callable[[list[Job], Path], Cost]
 
 
@@ -61,7 +65,9 @@ def measure(section: str, args: argparse.Namespace) -> Found:
         runs: dict[str, Run] = {}
         for number, name in enumerate(args.engines, 1):
             say(f"{section}: starting {name} ({number} of {len(args.engines)})")
-            if run := _start(name, kind, folder, args, resources):
+            with starting_on(args.cores):
+                run = _start(name, kind, folder, args, resources)
+            if run:
                 runs[name] = run
             else:
                 found.left_out[name] = "not here: its python, or its model"
@@ -69,6 +75,8 @@ def measure(section: str, args: argparse.Namespace) -> Found:
             for count in args.concurrency:
                 jobs, _, file = requests.make(count, 100 * (number + 1) + count)
                 for name in list(runs):
+                    if name.startswith(SEQUENTIAL) and count > min(args.concurrency):
+                        continue  # one after the other takes as long for each, however many there are
                     where = f"{section}, round {number + 1} of {args.rounds}, {count} at a time, {name}"
                     try:
                         cost = runs[name](jobs, file)
@@ -98,7 +106,7 @@ def _start(name: str, kind: str, folder: Path, args: argparse.Namespace, resourc
 
 def _command(engine: str, dtype: str, kind: str, args: argparse.Namespace) -> list[str]:
     model, most = args.checkpoints / f"{kind}-{dtype}", str(max(args.concurrency))
-    if engine in ("padded", "one-by-one"):
+    if engine in ("padded", SEQUENTIAL):
         return [sys.executable, "-m", "bench.incumbents.padded", str(model), dtype, "batch" if engine == "padded" else engine]
     python = {"vllm": args.vllm, "openvino": args.openvino, "llama.cpp": args.llama_cpp}[engine]
     if engine == "openvino":
@@ -143,6 +151,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--engines", type=listed(str, ENGINES), default=list(ENGINES), help=f"of {', '.join(ENGINES)} (default all)")
     add("--concurrency", type=listed(int), default=[1, 8, 16], help="requests at a time (default 1,8,16)")
     add("--rounds", type=int, default=5, help="rounds; medians count (default %(default)s)")
+    cores = sorted(os.sched_getaffinity(0))
+    add("--cores", type=listed(int), default=cores[:1], help="of each engine; the client takes another (default the first)")
     for name in ("vllm", "openvino", "llama-cpp"):
         add(f"--{name}", default="", metavar="PYTHON", help=f"python of a virtual environment with {name}")
     args = parser.parse_args(argv)

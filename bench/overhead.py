@@ -1,12 +1,13 @@
 """What services cost beside the engine: ``python -m bench.overhead``.
 
-The same texts, all at once, through the stack (gateway, encoder and language model, over gRPC, client not counted) and through
-the same engine inside this process, in turn. Whatever the stack takes more is the gateway, gRPC, detokenising, streaming and what
-its threads do to each other. Then what the stack costs while nobody asks anything.
+The same texts, all at once, through the stack (gateway, encoder and language model, on one core, over gRPC, client not counted)
+and through the same engine inside this process, on another core, in turn. Whatever the stack takes more is the gateway, gRPC,
+detokenising, streaming and what its threads do to each other. Then what the stack costs while nobody asks anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from bench.command import listed, new_parser, report, say
 from bench.load import Ask
 from bench.measure import Cost, cost_of, interleave, median
 from bench.ours import Ours
+from bench.processes import starting_on
 from bench.requests import Requests
 from bench.stack import Stack, load_runner
 
@@ -30,10 +32,15 @@ MOST_SEQUENCES = 64  # in a step, the service's default
 TARGET = 0.1
 
 
-def measure(checkpoint: Path, dtype: str, concurrency: list[int], rounds: int, idle_seconds: float) -> list[dict[str, Any]]:
+def measure(
+    checkpoint: Path, dtype: str, concurrency: list[int], core: int, rounds: int, idle_seconds: float
+) -> list[dict[str, Any]]:
     """A row for each number of requests at a time."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder, Ours(checkpoint, dtype) as ours:
+    with contextlib.ExitStack() as resources:
+        folder = resources.enter_context(tempfile.TemporaryDirectory())
+        with starting_on([core]):
+            ours = resources.enter_context(Ours(checkpoint, dtype))
         runner = load_runner(checkpoint, dtype)
         requests = Requests("text", checkpoint, Path(folder))
         idle = ours.idle(idle_seconds)
@@ -88,10 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--idle-seconds", type=float, default=10.0, help="how long idleness is watched (default %(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rows = []
+    rows, core = [], min(os.sched_getaffinity(0))
     for dtype in args.dtypes:
         say(f"starting a stack in {dtype}")
-        rows += measure(args.checkpoints / f"text-{dtype}", dtype, args.concurrency, args.rounds, args.idle_seconds)
+        rows += measure(args.checkpoints / f"text-{dtype}", dtype, args.concurrency, core, args.rounds, args.idle_seconds)
     report("bench.overhead", args.json, {"overhead": rows}, medians_of=args.rounds)
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,17 @@ def pin(pid: int, cpus: Iterable[int]) -> None:
         for task in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(task.name), cpus)
+
+
+@contextlib.contextmanager
+def starting_on(cpus: Iterable[int]) -> Iterator[None]:
+    """What starts in the block stays on these CPUs; this process keeps off them from then on, where it has others."""
+    cpus, own = set(cpus), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own - cpus or own)
 
 
 def _command(pid: int) -> list[str]:

@@ -64,14 +64,14 @@ def test_the_stack_of_the_compose_file_answers() -> None:
     processes = []
     try:
         for name in SERVICES:
+            for needed, how in services[name].get("depends_on", {}).items():
+                assert how["condition"] == "service_healthy"
+                wait_healthy(healthcheck(services[needed]), processes)
             program, *arguments = entrypoint(services[name]["build"]["dockerfile"])
             assert program == "python"
             command = [sys.executable, *arguments, *services[name]["command"]]
             processes.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL))
-        for name in SERVICES:
-            test = services[name]["healthcheck"]["test"]
-            assert test[:2] == ["CMD", "triptych"]
-            wait_healthy([sys.executable, "-m", *test[1:]], processes)
+        wait_healthy(healthcheck(services["gateway"]), processes)
         with triptych.Client(f"127.0.0.1:{ports[2]}") as client:
             result = client.chat([triptych.image(ROOT / "examples/circle.png"), "What color is the circle?"], max_tokens=8)
         assert result.text == "red"
@@ -83,6 +83,12 @@ def test_the_stack_of_the_compose_file_answers() -> None:
     finally:
         for process in processes:
             process.kill()
+
+
+def healthcheck(service: dict[str, Any]) -> list[str]:
+    test = service["healthcheck"]["test"]
+    assert test[:2] == ["CMD", "triptych"]
+    return [sys.executable, "-m", *test[1:]]
 
 
 def wait_healthy(check: list[str], processes: list[subprocess.Popen[bytes]]) -> None:
