@@ -13,6 +13,7 @@ from torch import nn
 from services.encoder.families import schemes_of
 from services.encoder.features import Features, cut_item, encode_items
 from services.encoder.native.activation import replace_activations
+from services.encoder.native.attention import replace_attention
 from services.encoder.native.rotary import replace_rotary
 from services.encoder.preprocess import Prepared
 from services.models.checkpoint import Checkpoint
@@ -63,6 +64,7 @@ class Towers:
         if self._device.type == "cpu":
             replace_rotary(self.model)
             replace_activations(self.model, self.dtype)
+            replace_attention(self.model, self.dtype)
         self.parameter_bytes = parameter_bytes(self.model)
 
     def split(self, item: Prepared) -> list[Prepared]:

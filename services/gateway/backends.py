@@ -33,8 +33,9 @@ class Fleet(Generic[B]):
 
     @property
     def ready(self) -> list[B]:
-        """Those that take requests."""
-        return [member for member in self.members.values() if member.ready]
+        """Those that take requests; late ones only where there are no others."""
+        ready = [member for member in self.members.values() if member.ready]
+        return [member for member in ready if not member.late] or ready
 
     async def refresh(self) -> None:
         """Look names up again if it is time, and poll every member once, all at the same time."""

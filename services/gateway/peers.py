@@ -25,7 +25,8 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
-POLL_TIMEOUT = 5.0  # seconds; a machine may stand still for some
+POLL_TIMEOUT = 5.0  # seconds
+SILENT_SECONDS = 20.0  # without an answer a server counts as gone, as its connection does; a machine may stand still for some
 
 
 class BackendLost(ServiceError):
@@ -59,7 +60,8 @@ class Backend:
 
     Attributes:
         address: host:port as dialled.
-        ready: whether it answered the last poll and every call since, serves, and holds the same checkpoint.
+        ready: whether it answers, serves, and holds the same checkpoint: by the last poll, or by a call since.
+        late: whether it is ready though it left the last poll without an answer.
         leaving: whether no entry of the operator's list leads to it any more.
         active: requests of this gateway that use it.
         served: requests of this gateway that it was chosen for.
@@ -70,9 +72,9 @@ class Backend:
 
     def __init__(self, address: str, fingerprint: str) -> None:
         self.address, self._fingerprint = address, fingerprint
-        self.ready = self.leaving = False
+        self.ready = self.late = self.leaving = False
         self.active = self.served = 0
-        self._ejected = 0.0
+        self._ejected = self._answered = 0.0
         self._returns = 0  # times that it became ready
         self._channel = open_channel(address)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -83,14 +85,21 @@ class Backend:
         if self.leaving:
             self._set_ready(False)
             return
+        why = ""
         try:
             request = health_pb2.HealthCheckRequest(service=self.service)
             status = (await self._health.Check(request, timeout=POLL_TIMEOUT)).status
             ready = status == health_pb2.HealthCheckResponse.SERVING and self._matches(await self._load())
-        except grpc.aio.AioRpcError:
-            ready = False
+            self._answered = time.monotonic()
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and time.monotonic() - self._answered < SILENT_SECONDS
+            ready = self.ready and late
+        self.late = bool(why) and ready
+        if self.late:
+            logs.event(logger, f"{self.peer} late", logging.WARNING, address=self.address, why=why)
         if self._ejected <= asked:  # else the answer is older than what a call has shown since
-            self._set_ready(ready)
+            self._set_ready(ready, why)
 
     def eject(self) -> None:
         """A call has shown that it takes no requests: it gets none before it has answered a poll again."""
@@ -128,10 +137,10 @@ class Backend:
                 raise BackendLost(f"the {self.peer} went away; try again, or look at its logs", death) from error
             raise failure from error
 
-    def _set_ready(self, ready: bool) -> None:
+    def _set_ready(self, ready: bool, why: str = "") -> None:
         self._returns += ready and not self.ready
         if ready != self.ready:
-            logs.event(logger, f"{self.peer} {'ready' if ready else 'not ready'}", address=self.address)
+            logs.event(logger, f"{self.peer} {'ready' if ready else 'not ready'}", address=self.address, why=why)
         self.ready = ready
 
     async def _load(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class TellingLlm(FakeLlm):
     """Answers with tokens that follow from the prompt's length, the answer's index and the place, so that any server can go on.
 
     Attributes:
+        silent: leaves polls without an answer.
         lost_after: ends a call without a word when it has sent this many tokens of an answer; ``gone`` from then on.
         failures: raised by the next calls, before any token.
     """
@@ -54,7 +56,7 @@ class TellingLlm(FakeLlm):
     def __init__(self) -> None:
         super().__init__()
         self.lost_after: int | None = None
-        self.gone = False
+        self.gone = self.silent = False
         self.failures: list[Callable[[llm_pb2.GenerateRequest], ServiceError]] = []
         self.began: list[list[int]] = []
 
@@ -106,6 +108,8 @@ class TellingLlm(FakeLlm):
     async def GetLoad(self, request: Any, context: Context) -> Any:
         if self.gone:
             await vanish(context)
+        if self.silent:
+            await asyncio.Event().wait()
         return self.load
 
 

@@ -13,6 +13,7 @@ from gateway_fakes import ask, picture, refused, until
 from prometheus_client import REGISTRY
 
 from services.common.errors import ServiceError
+from services.gateway import peers
 from services.gateway.backends import Fleet as Members
 from services.gateway.peers import LanguageModel
 from services.gateway.suspects import Suspects
@@ -305,6 +306,30 @@ async def test_a_client_that_leaves_during_a_failover_leaves_nothing(qwen: Path,
             encoder.gate.set()
         for llm in f.llms.values():
             llm.gate.set()
+        await f.idle()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_is_late_keeps_its_requests_while_there_is_no_other(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine stands still for a while, or the poll finds no processor: that is not a server that is gone."""
+    monkeypatch.setattr(peers, "POLL_TIMEOUT", 0.2)
+    async with fleet(qwen) as f:
+        (name, slow), (_, other) = f.llms.items()
+        slow.silent, late = True, f.service.backends.llms[name]
+        await until(lambda: late.late)
+        assert late.ready and f.service.backends.llm_fleet.ready == [f.service.backends.llms[n] for n in f.llms if n != name]
+        await asyncio.gather(*(f.answer(ask(f"{n}", max_tokens=1)) for n in range(4)))
+        assert (len(slow.requests), len(other.requests)) == (0, 4)
+        other.gone = True
+        await until(lambda: f.service.backends.llm_fleet.ready == [late])
+        assert len(tokens_of(await f.answer(ask("text", max_tokens=2)))) == 2 and len(slow.requests) == 1
+        monkeypatch.setattr(peers, "SILENT_SECONDS", 0.0)
+        await until(lambda: not late.ready)
+        assert "DEADLINE_EXCEEDED" in next(r for r in caplog.records if r.msg == "language model late").fields["why"]  # type: ignore[attr-defined]
+        slow.silent = False
+        await until(lambda: late.ready and not late.late)
         await f.idle()
 
 

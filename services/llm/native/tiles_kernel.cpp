@@ -7,34 +7,18 @@
 
 #include <cstdint>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <memory>
 
+#include "tiles.h"
 #include "vectors.h"
 
+#ifdef TRIPTYCH_TILES
 namespace {
 
-using triptych::turn;
+using namespace triptych;
 
-constexpr int kSide = 16;                 // rows of a tile; rows of x in a panel
-constexpr int kStep = 32;                 // numbers along the inner axis in a tile
-constexpr int kTile = kSide * kStep;      // numbers in a tile
-constexpr int64_t kOuts = 2 * kSide;      // rows of weights in a block
+constexpr int64_t kOuts = 2 * kSide;       // rows of weights in a block; a panel has kSide rows of x
 constexpr int64_t kMostRows = 32 * kSide;  // rows of x that are rearranged at a time: they stay in the second cache
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-  TileConfig() {
-    for (int i = 0; i < 8; i++) row_bytes[i] = 64, rows[i] = kSide;
-  }
-};
 
 struct Product {
   const uint16_t* x;  // [rows, in], rows `x_row` apart
@@ -133,29 +117,20 @@ void multiply(const Product& p, uint16_t* tiles, int threads) {
 extern "C" {
 // Whether the system lets this process use tiles; asked once for all its threads.
 int triptych_tiles_allowed() {
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return tiles_allowed();
 }
 
 // y = x . weights^T + bias. `in` is a multiple of 32, `outs` of 16 and at least 32; x's rows are dense within.
 void triptych_linear_tiles(
     const void* x, int64_t x_row, const void* weights, const void* bias, void* y, int64_t rows, int64_t in, int64_t outs,
     int threads) {
-  struct Free {
-    void operator()(uint16_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
-  };
-  static thread_local std::unique_ptr<uint16_t[], Free> tiles;
-  static thread_local int64_t size = 0;
-  const int64_t needed = (std::min(rows, kMostRows) + kSide - 1) / kSide * kSide * in;
-  if (size < needed) {
-    tiles.reset(static_cast<uint16_t*>(::operator new[](needed * sizeof(uint16_t), std::align_val_t(64))));
-    size = needed;
-  }
+  static thread_local Buffer<uint16_t> buffer;
+  uint16_t* tiles = buffer.of((std::min(rows, kMostRows) + kSide - 1) / kSide * kSide * in);
   for (int64_t row = 0; row < rows; row += kMostRows) {
     const Product p{
         static_cast<const uint16_t*>(x) + row * x_row, x_row, static_cast<const uint16_t*>(weights),
         static_cast<const uint16_t*>(bias), static_cast<uint16_t*>(y) + row * outs, std::min(kMostRows, rows - row), in, outs};
-    multiply(p, tiles.get(), threads);
+    multiply(p, tiles, threads);
   }
 }
 }
