@@ -48,7 +48,7 @@ def vllm_server(python: str, model: Path, dtype: str, threads: int, log: Path) -
     environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as out:
         process = subprocess.Popen(
-            [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve()), *words],
+            [os.path.abspath(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve()), *words],
             stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=log.parent,
         )  # fmt: skip
         try:

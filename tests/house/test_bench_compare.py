@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from bench.beside import Engine, Heard
 from bench.beside import row_of as beside_row
 from bench.compare import Found, rows_of
 from bench.incumbents.client import Ended, Incumbent
+from bench.incumbents.vllm_server import vllm_server
 from bench.measure import Cost, markdown, median
 from bench.overhead import compared, of_idle
 from bench.summary import main as summarize
@@ -79,3 +81,11 @@ def test_the_summary_has_every_table(tmp_path: Path) -> None:
     page = (tmp_path / "summary.md").read_text()
     assert "## compare" in page and "### text\n" in page and "| 8 | theirs |" in page and "left out" not in page
     assert (tmp_path / "compare-text.png").stat().st_size > 1000
+
+
+def test_a_server_of_another_engine_is_found_from_anywhere_and_its_end_is_told(tmp_path: Path) -> None:
+    """Its Python is named as make names it, relative to here; it starts elsewhere."""
+    python = os.path.relpath(sys.executable)
+    with pytest.raises(Ended, match="exited with code 1"), vllm_server(python, tmp_path, "float32", 1, tmp_path / "log"):
+        pytest.fail("it has no vllm")
+    assert "No module named 'vllm'" in (tmp_path / "log").read_text()
