@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from services.common.config import parse_config
+from services.common.niceness import stand_back
 from services.common.server import serve
 from services.llm.config import LlmConfig
 
@@ -16,6 +17,7 @@ EXAMPLES = """examples:
 
 def main() -> None:
     config = parse_config(LlmConfig, examples=EXAMPLES)
+    stand_back(config.nice)
     from services.llm.service import LlmService  # torch, which --help must not wait for
     from services.models.registry import UnsupportedModel
 

@@ -49,6 +49,13 @@ class LlmConfig(ServiceConfig):
     dtype: str = option("auto", "type of weights and KV cache", ["auto", "float32", "bfloat16", "float16"])
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     threads: int = option(0, "CPU threads for tensor work; 0 leaves it to torch", least=0)
+    nice: int = option(
+        5,
+        "how far the process stands back behind others on its cores: beside an encoder, pictures come first and steps have more "
+        "sequences; 0 where the time between tokens matters more",
+        least=0,
+        most=19,
+    )
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 takes the checkpoint's", least=0)
     block_size: int = option(
         0,

@@ -90,3 +90,15 @@ async def test_a_draining_gateway_refuses_new_requests(checkpoint_dir: Callable[
                     pass
             assert stream.result.usage.completion_tokens == 2000
         assert await asyncio.to_thread(stack.process.wait, 60) == 0
+
+
+def test_the_language_model_stands_back(start_stack: Callable[[str], RunningStack]) -> None:
+    stack = start_stack("qwen2_vl")
+    nice = {
+        service: {
+            int((thread / "stat").read_text().rsplit(")", 1)[1].split()[16])
+            for thread in Path(f"/proc/{stack.serving(service)['pid']}/task").iterdir()
+        }
+        for service in ("gateway", "encoder", "llm")
+    }
+    assert nice == {"gateway": {0}, "encoder": {0}, "llm": {5}}

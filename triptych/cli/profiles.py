@@ -7,7 +7,7 @@ ENCODER = {
     "mixed": ("--max-num-batched-patches", "16384"),
 }
 LLM = {
-    "chat": ("--max-num-batched-tokens", "2048", "--max-num-seqs", "64", "--decode-stretch", "1.25"),
+    "chat": ("--max-num-batched-tokens", "2048", "--max-num-seqs", "64", "--decode-stretch", "1.25", "--nice", "0"),
     "document": ("--max-num-batched-tokens", "8192", "--max-num-seqs", "32"),
     "video": ("--max-num-batched-tokens", "8192", "--max-num-seqs", "16"),
     "mixed": ("--max-num-batched-tokens", "2048", "--max-num-seqs", "64"),
