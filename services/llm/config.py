@@ -50,10 +50,10 @@ class LlmConfig(ServiceConfig):
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     threads: int = option(0, "CPU threads for tensor work; 0 leaves it to torch", least=0)
     nice: int = option(
-        5,
+        -1,
         "how far the process stands back behind others on its cores: beside an encoder, pictures come first and steps have more "
-        "sequences; 0 where the time between tokens matters more",
-        least=0,
+        "sequences; 0 where the time between tokens matters more, -1 takes 5 on a CPU and 0 elsewhere",
+        least=-1,
         most=19,
     )
     max_model_len: int = option(0, "most tokens of prompt and answer together; 0 takes the checkpoint's", least=0)

@@ -33,7 +33,7 @@ def test_threads_inherit_it_and_a_session_of_its_own_takes_it(leads: bool) -> No
     assert after == ("7" if leads and before is not None else before), "a session that others are in as well is theirs, too"
 
 
-@pytest.mark.parametrize("value", [-1, 20])
+@pytest.mark.parametrize("value", [-2, 20])
 def test_what_no_process_can_have_is_refused(value: int) -> None:
-    with pytest.raises(ValueError, match=f"--nice must be at least 0 and at most 19, got {value}"):
+    with pytest.raises(ValueError, match=f"--nice must be at least -1 and at most 19, got {value}"):
         LlmConfig(nice=value)
