@@ -225,6 +225,8 @@ class RowFetcher:
             rows = from_chunk(chunk.rows, data)
         except ValueError as error:
             raise ServiceError(grpc.StatusCode.DATA_LOSS, f"embedding rows arrived damaged: {error}") from error
+        if chunk.rows.total_rows != item.rows:
+            raise _mismatch(f"the plan has {item.rows} rows but the encoder sends {chunk.rows.total_rows}")
         offset = chunk.rows.row_offset
         arrived = item.arrived[chunk.feature] if chunk.feature < self.features else -1
         if not offset <= arrived <= offset + len(rows) <= item.rows or rows.shape[1] != self.hidden_size:

@@ -134,12 +134,14 @@ async def running(path: Path, **options: Any) -> AsyncIterator[Running]:
     )
     service = LlmService(config)
     await service.start(FakeReadiness(), "")  # type: ignore[arg-type]
-    async with (
-        serve(llm_pb2_grpc.add_LlmServiceServicer_to_server, service.servicer) as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        yield Running(service, llm_pb2_grpc.LlmServiceStub(channel), open_checkpoint(str(path)))
-    await service.stop()
+    try:
+        async with (
+            serve(llm_pb2_grpc.add_LlmServiceServicer_to_server, service.servicer) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            yield Running(service, llm_pb2_grpc.LlmServiceStub(channel), open_checkpoint(str(path)))
+    finally:
+        await service.stop()
 
 
 def good_encoder(llm: Running) -> FakeEncoder:
