@@ -34,6 +34,26 @@ inline bool tiles_allowed() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
+// Tiles 0 to 3 become the products of two tiles' height of `a`, rows `a_row` numbers apart, with two runs of `steps` tiles at `b`:
+// upper and first, upper and second, lower and first, lower and second. Uses tiles 4 to 7.
+template <typename T>
+inline void multiply_four(const T* a, int64_t a_row, const uint16_t* b, int64_t steps) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < steps; k++) {
+    _tile_loadd(4, a + k * kStep, a_row * 2);
+    _tile_loadd(5, a + kSide * a_row + k * kStep, a_row * 2);
+    _tile_loadd(6, b + k * kTile, 64);
+    _tile_loadd(7, b + (steps + k) * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // Memory that is kept from call to call, at the start of a cache line.
 template <typename T>
 class Buffer {

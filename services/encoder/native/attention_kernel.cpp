@@ -106,8 +106,7 @@ void weigh(const Call& call, float* scores, BFloat16* weights, float* sums) {
       const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
       _mm512_storeu_si512(weights + row * padded + i, (__m512i)both);
     }
-    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(total[0], total[1]));
-    sums[row] = sum;
+    sums[row] = _mm512_reduce_add_ps(_mm512_add_ps(total[0], total[1]));
   }
 }
 
@@ -132,21 +131,7 @@ void attend(const Call& call, int64_t head) {
       std::copy(from, from + call.width, queries + i * deep);
     }
     for (int64_t key = 0; key < padded; key += kStep) {
-      const uint16_t* here = keys + key / kSide * steps * kTile;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t k = 0; k < steps; k++) {
-        _tile_loadd(4, queries + k * kStep, deep * 2);
-        _tile_loadd(5, queries + kSide * deep + k * kStep, deep * 2);
-        _tile_loadd(6, here + k * kTile, 64);
-        _tile_loadd(7, here + (steps + k) * kTile, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      multiply_four(queries, deep, keys + key / kSide * steps * kTile, steps);
       float* to = scores + key;
       _tile_stored(0, to, padded * 4);
       _tile_stored(1, to + kSide, padded * 4);
@@ -155,21 +140,7 @@ void attend(const Call& call, int64_t head) {
     }
     weigh(call, scores, weights, sums);
     for (int64_t column = 0; column < columns; column += 2) {
-      const uint16_t* here = values + column * padded * kSide;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t key = 0; key < padded; key += kStep) {
-        _tile_loadd(4, weights + key, padded * 2);
-        _tile_loadd(5, weights + kSide * padded + key, padded * 2);
-        _tile_loadd(6, here + key * kSide, 64);
-        _tile_loadd(7, here + (padded + key) * kSide, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      multiply_four(weights, padded, values + column * padded * kSide, padded / kStep);
       _tile_stored(0, made[0], 64);
       _tile_stored(1, made[1], 64);
       _tile_stored(2, made[2], 64);

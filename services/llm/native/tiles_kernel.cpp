@@ -62,39 +62,27 @@ void block(const Product& p, const uint16_t* tiles, int64_t at) {
   alignas(64) float sums[4][kSide * kSide];
   for (int64_t panel = 0; panel < panels; panel += 2) {
     const uint16_t* here = tiles + panel * steps * kTile;
-    const uint16_t* there = here + steps * kTile;
-    _tile_zero(0);
-    _tile_zero(1);
     if (panel + 1 < panels) {
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t k = 0; k < steps; k++) {
-        _tile_loadd(4, low + k * kStep, bytes);
-        _tile_loadd(5, high + k * kStep, bytes);
-        _tile_loadd(6, here + k * kTile, 64);
-        _tile_loadd(7, there + k * kTile, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(2, sums[2], 64);
+      multiply_four(low, p.in, here, steps);
+      _tile_stored(1, sums[1], 64);
       _tile_stored(3, sums[3], 64);
-      put(p, sums[2], panel + 1, at);
+      put(p, sums[1], panel + 1, at);
       put(p, sums[3], panel + 1, at + kSide);
     } else {
+      _tile_zero(0);
+      _tile_zero(2);
       for (int64_t k = 0; k < steps; k++) {
         _tile_loadd(4, low + k * kStep, bytes);
         _tile_loadd(5, high + k * kStep, bytes);
         _tile_loadd(6, here + k * kTile, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
+        _tile_dpbf16ps(2, 5, 6);
       }
     }
     _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
     put(p, sums[0], panel, at);
-    put(p, sums[1], panel, at + kSide);
+    put(p, sums[2], panel, at + kSide);
   }
 }
 
