@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -19,6 +19,7 @@ from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
 from services.common.errors import ServiceError
 from services.gateway.prompt import Item, Prompt
+from services.gateway.responses import SharedResponses
 from services.gateway.wire import encode_to_proto, sampling_to_proto, spans_to_proto
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
@@ -221,6 +222,7 @@ class LanguageModel(Backend):
         self.load = llm_pb2.GetLoadResponse()
         self._elsewhere = 0
         self._stub: Any = llm_pb2_grpc.LlmServiceStub(self._channel)
+        self._shared = SharedResponses(self._stub)
 
     @property
     def pending(self) -> int:
@@ -253,14 +255,26 @@ class LanguageModel(Backend):
             cache_salt=prompt.cache_salt,
             answer_token_ids=begun,
         )
-        with self.in_use():
+        tokens_alone = not sampling.include_first_logits and not sampling.HasField("logprobs")
+        with self.in_use(), self._shared.inbox() if tokens_alone else nullcontext() as inbox:
+            if inbox is not None:
+                request.response_stream.CopyFrom(inbox.place)
             call = self._stub.Generate(request, timeout=timeout, metadata=outgoing_metadata())
             try:
                 with self._errors():
-                    async for response in call:
+                    async for response in call if inbox is None else inbox.watch(call):
                         yield response
             finally:
                 call.cancel()
+
+    async def refresh(self) -> None:
+        await super().refresh()
+        if self.ready:
+            await self._shared.open(self._returns, POLL_TIMEOUT)
+
+    async def close(self) -> None:
+        await self._shared.close()
+        await super().close()
 
     async def _load(self) -> str:
         self.load = await self._stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=POLL_TIMEOUT)

@@ -73,7 +73,8 @@ class LlmService:
             self._watchdog = asyncio.create_task(self._watch(readiness))
 
     async def settled(self) -> None:
-        """Every accepted request is a call in flight."""
+        """Calls that carry many requests' responses end with the last of these."""
+        await self.servicer.settled()
 
     async def _watch(self, readiness: Readiness) -> None:
         """Liveness follows the steps: it fails while one takes too long, so that whoever supervises starts the process anew."""

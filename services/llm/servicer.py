@@ -32,6 +32,7 @@ from services.llm.events import (
 )
 from services.llm.logprobs import Choice
 from services.llm.request import Limits, read_generate
+from services.llm.response_streams import ResponseStreams
 from services.llm.sequence import Finish
 from services.llm.structured import Grammars
 from services.models.checkpoint import Checkpoint
@@ -56,10 +57,42 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
             engine.scheduler.max_sequences,
         )  # fmt: skip
         self._active: dict[str, Request] = {}
+        self._streams, self._calls, self._idle = ResponseStreams(), 0, asyncio.Event()
+        self._idle.set()
 
     async def Generate(
         self, request: llm_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
+        self._calls += 1
+        self._idle.clear()
+        try:
+            self._streams.check(request)
+            async with aclosing(self._generate(request, context)) as responses:
+                async for response in responses:
+                    if request.HasField("response_stream"):
+                        await self._streams.put(request.response_stream, response)
+                    else:
+                        yield response
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    async def StreamResponses(
+        self, request: llm_pb2.StreamResponsesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[llm_pb2.ResponseBatch]:
+        async with aclosing(self._streams.read(request.stream_id)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def settled(self) -> None:
+        """Wait until no request is left, then end the streams that carried responses."""
+        await self._idle.wait()
+        await self._streams.close()
+
+    async def _generate(
+        self, request: llm_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[llm_pb2.GenerateResponse, None]:
         if len(self._active) >= self.config.max_requests:
             text = f"{len(self._active)} requests are running or waiting, as many as --max-requests allows; try again soon"
             raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, text, reason="TOO_MANY_REQUESTS", retry_delay=1.0)
@@ -134,12 +167,12 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
         """Events as messages, until the last answer is complete."""
         while True:
             events = await request.events.take()
+            if isinstance(events[0], Accepted):
+                yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
             for response in _pull(events):
                 yield response
             for event in events:
                 match event:
-                    case Accepted():
-                        yield llm_pb2.GenerateResponse(admitted=llm_pb2.Admitted())
                     case Finished():
                         times = await _times(fetching, complete=event.wait_for_rows is not None)
                         yield llm_pb2.GenerateResponse(done=_done(event, times))

@@ -144,10 +144,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(checkpoint: Path, *, encoders: int = 2, llms: int = 2, **options: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    checkpoint: Path, *, encoders: int = 2, llms: int = 2, llm: type[TellingLlm] = TellingLlm, **options: Any
+) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as exits:
         fakes = [LosableEncoder() for _ in range(encoders)]
-        speakers = [TellingLlm() for _ in range(llms)]
+        speakers = [llm() for _ in range(llms)]
         encoder_addresses = [await exits.enter_async_context(served_encoder(fake)) for fake in fakes]
         llm_addresses = [await exits.enter_async_context(served_llm(fake)) for fake in speakers]
         config = GatewayConfig(model=str(checkpoint), encoder=",".join(encoder_addresses), llm=",".join(llm_addresses), **options)

@@ -28,7 +28,7 @@ from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tens
 from triptych.common.v1 import usage_pb2 as triptych_dot_common_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19triptych/llm/v1/llm.proto\x12\x0ftriptych.llm.v1\x1a\x1etriptych/common/v1/media.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1etriptych/common/v1/usage.proto\"\xc5\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.triptych.common.v1.Span\x12\x34\n\x08sampling\x18\x04 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x18\n\x10\x61nswer_token_ids\x18\x06 \x03(\r\"\x9a\x01\n\x10GenerateResponse\x12-\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x19.triptych.llm.v1.AdmittedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.triptych.llm.v1.DeltaH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.triptych.llm.v1.DoneH\x00\x42\x07\n\x05\x65vent\"!\n\x08\x41\x64mitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xcc\x01\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x35\n\x0c\x66irst_logits\x18\x02 \x01(\x0b\x32\x1f.triptych.common.v1.TensorChunk\x12\r\n\x05index\x18\x03 \x01(\r\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.triptych.llm.v1.TokenLogprobs\x12\x38\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1f.triptych.llm.v1.PromptLogprobs\"j\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12(\n\x03top\x18\x04 \x03(\x0b\x32\x1b.triptych.llm.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"@\n\x0ePromptLogprobs\x12.\n\x06tokens\x18\x01 \x03(\x0b\x32\x1e.triptych.llm.v1.TokenLogprobs\"\xc3\x01\n\x04\x44one\x12\x37\n\rfinish_reason\x18\x01 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x33\n\x0bstage_times\x18\x04 \x01(\x0b\x32\x1e.triptych.common.v1.StageTimes\x12\r\n\x05index\x18\x05 \x01(\r\x12\x0c\n\x04last\x18\x06 \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x10\n\x0eGetLoadRequest\"\xbc\x03\n\x0fGetLoadResponse\x12\x19\n\x11running_sequences\x18\x01 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\r\n\x05tasks\x18\t \x01(\r\x12\r\n\x05steps\x18\n \x01(\x04\x12\x15\n\rlargest_batch\x18\x0b \x01(\r\x12\x19\n\x11model_fingerprint\x18\x0c \x01(\t\x12\x17\n\x0fparameter_bytes\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x15\n\rcached_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\x10 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x11 \x01(\x04\x12\x1a\n\x12seconds_since_step\x18\x12 \x01(\x01\x32\xf5\x01\n\nLlmService\x12Q\n\x08Generate\x12 .triptych.llm.v1.GenerateRequest\x1a!.triptych.llm.v1.GenerateResponse0\x01\x12\x46\n\x05\x41\x62ort\x12\x1d.triptych.llm.v1.AbortRequest\x1a\x1e.triptych.llm.v1.AbortResponse\x12L\n\x07GetLoad\x12\x1f.triptych.llm.v1.GetLoadRequest\x1a .triptych.llm.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19triptych/llm/v1/llm.proto\x12\x0ftriptych.llm.v1\x1a\x1etriptych/common/v1/media.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1etriptych/common/v1/usage.proto\"\xff\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.triptych.common.v1.Span\x12\x34\n\x08sampling\x18\x04 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x18\n\x10\x61nswer_token_ids\x18\x06 \x03(\r\x12\x38\n\x0fresponse_stream\x18\x07 \x01(\x0b\x32\x1f.triptych.llm.v1.ResponseStream\"3\n\x0eResponseStream\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"+\n\x16StreamResponsesRequest\x12\x11\n\tstream_id\x18\x01 \x01(\t\"E\n\rResponseBatch\x12\x34\n\tresponses\x18\x01 \x03(\x0b\x32!.triptych.llm.v1.NumberedResponse\"W\n\x10NumberedResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x33\n\x08response\x18\x02 \x01(\x0b\x32!.triptych.llm.v1.GenerateResponse\"\x9a\x01\n\x10GenerateResponse\x12-\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x19.triptych.llm.v1.AdmittedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.triptych.llm.v1.DeltaH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.triptych.llm.v1.DoneH\x00\x42\x07\n\x05\x65vent\"!\n\x08\x41\x64mitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xcc\x01\n\x05\x44\x65lta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x35\n\x0c\x66irst_logits\x18\x02 \x01(\x0b\x32\x1f.triptych.common.v1.TensorChunk\x12\r\n\x05index\x18\x03 \x01(\r\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.triptych.llm.v1.TokenLogprobs\x12\x38\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1f.triptych.llm.v1.PromptLogprobs\"j\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12(\n\x03top\x18\x04 \x03(\x0b\x32\x1b.triptych.llm.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"@\n\x0ePromptLogprobs\x12.\n\x06tokens\x18\x01 \x03(\x0b\x32\x1e.triptych.llm.v1.TokenLogprobs\"\xc3\x01\n\x04\x44one\x12\x37\n\rfinish_reason\x18\x01 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x33\n\x0bstage_times\x18\x04 \x01(\x0b\x32\x1e.triptych.common.v1.StageTimes\x12\r\n\x05index\x18\x05 \x01(\r\x12\x0c\n\x04last\x18\x06 \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x10\n\x0eGetLoadRequest\"\xbc\x03\n\x0fGetLoadResponse\x12\x19\n\x11running_sequences\x18\x01 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\r\n\x05tasks\x18\t \x01(\r\x12\r\n\x05steps\x18\n \x01(\x04\x12\x15\n\rlargest_batch\x18\x0b \x01(\r\x12\x19\n\x11model_fingerprint\x18\x0c \x01(\t\x12\x17\n\x0fparameter_bytes\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x15\n\rcached_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\x10 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x11 \x01(\x04\x12\x1a\n\x12seconds_since_step\x18\x12 \x01(\x01\x32\xd3\x02\n\nLlmService\x12Q\n\x08Generate\x12 .triptych.llm.v1.GenerateRequest\x1a!.triptych.llm.v1.GenerateResponse0\x01\x12\\\n\x0fStreamResponses\x12\'.triptych.llm.v1.StreamResponsesRequest\x1a\x1e.triptych.llm.v1.ResponseBatch0\x01\x12\x46\n\x05\x41\x62ort\x12\x1d.triptych.llm.v1.AbortRequest\x1a\x1e.triptych.llm.v1.AbortResponse\x12L\n\x07GetLoad\x12\x1f.triptych.llm.v1.GetLoadRequest\x1a .triptych.llm.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,29 +36,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.llm.v1.llm_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=179
-  _globals['_GENERATEREQUEST']._serialized_end=376
-  _globals['_GENERATERESPONSE']._serialized_start=379
-  _globals['_GENERATERESPONSE']._serialized_end=533
-  _globals['_ADMITTED']._serialized_start=535
-  _globals['_ADMITTED']._serialized_end=568
-  _globals['_DELTA']._serialized_start=571
-  _globals['_DELTA']._serialized_end=775
-  _globals['_TOKENLOGPROBS']._serialized_start=777
-  _globals['_TOKENLOGPROBS']._serialized_end=883
-  _globals['_TOPLOGPROB']._serialized_start=885
-  _globals['_TOPLOGPROB']._serialized_end=932
-  _globals['_PROMPTLOGPROBS']._serialized_start=934
-  _globals['_PROMPTLOGPROBS']._serialized_end=998
-  _globals['_DONE']._serialized_start=1001
-  _globals['_DONE']._serialized_end=1196
-  _globals['_ABORTREQUEST']._serialized_start=1198
-  _globals['_ABORTREQUEST']._serialized_end=1232
-  _globals['_ABORTRESPONSE']._serialized_start=1234
-  _globals['_ABORTRESPONSE']._serialized_end=1249
-  _globals['_GETLOADREQUEST']._serialized_start=1251
-  _globals['_GETLOADREQUEST']._serialized_end=1267
-  _globals['_GETLOADRESPONSE']._serialized_start=1270
-  _globals['_GETLOADRESPONSE']._serialized_end=1714
-  _globals['_LLMSERVICE']._serialized_start=1717
-  _globals['_LLMSERVICE']._serialized_end=1962
+  _globals['_GENERATEREQUEST']._serialized_end=434
+  _globals['_RESPONSESTREAM']._serialized_start=436
+  _globals['_RESPONSESTREAM']._serialized_end=487
+  _globals['_STREAMRESPONSESREQUEST']._serialized_start=489
+  _globals['_STREAMRESPONSESREQUEST']._serialized_end=532
+  _globals['_RESPONSEBATCH']._serialized_start=534
+  _globals['_RESPONSEBATCH']._serialized_end=603
+  _globals['_NUMBEREDRESPONSE']._serialized_start=605
+  _globals['_NUMBEREDRESPONSE']._serialized_end=692
+  _globals['_GENERATERESPONSE']._serialized_start=695
+  _globals['_GENERATERESPONSE']._serialized_end=849
+  _globals['_ADMITTED']._serialized_start=851
+  _globals['_ADMITTED']._serialized_end=884
+  _globals['_DELTA']._serialized_start=887
+  _globals['_DELTA']._serialized_end=1091
+  _globals['_TOKENLOGPROBS']._serialized_start=1093
+  _globals['_TOKENLOGPROBS']._serialized_end=1199
+  _globals['_TOPLOGPROB']._serialized_start=1201
+  _globals['_TOPLOGPROB']._serialized_end=1248
+  _globals['_PROMPTLOGPROBS']._serialized_start=1250
+  _globals['_PROMPTLOGPROBS']._serialized_end=1314
+  _globals['_DONE']._serialized_start=1317
+  _globals['_DONE']._serialized_end=1512
+  _globals['_ABORTREQUEST']._serialized_start=1514
+  _globals['_ABORTREQUEST']._serialized_end=1548
+  _globals['_ABORTRESPONSE']._serialized_start=1550
+  _globals['_ABORTRESPONSE']._serialized_end=1565
+  _globals['_GETLOADREQUEST']._serialized_start=1567
+  _globals['_GETLOADREQUEST']._serialized_end=1583
+  _globals['_GETLOADRESPONSE']._serialized_start=1586
+  _globals['_GETLOADRESPONSE']._serialized_end=2030
+  _globals['_LLMSERVICE']._serialized_start=2033
+  _globals['_LLMSERVICE']._serialized_end=2372
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ANSWER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RESPONSE_STREAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; a second request with the same id is refused."""
     cache_salt: _builtins.str
@@ -57,6 +58,12 @@ class GenerateRequest(_message.Message):
         than max_tokens, and with one answer only.
         """
 
+    @_builtins.property
+    def response_stream(self) -> Global___ResponseStream:
+        """Where responses go, if not into the call's own stream: that one then carries nothing but the error, if any. For tokens alone:
+        refused beside first logits and log probabilities.
+        """
+
     def __init__(
         self,
         *,
@@ -66,14 +73,115 @@ class GenerateRequest(_message.Message):
         sampling: _sampling_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
         answer_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        response_stream: Global___ResponseStream | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response_stream", b"response_stream", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_token_ids", b"answer_token_ids", "cache_salt", b"cache_salt", "request_id", b"request_id", "sampling", b"sampling", "spans", b"spans", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_token_ids", b"answer_token_ids", "cache_salt", b"cache_salt", "request_id", b"request_id", "response_stream", b"response_stream", "sampling", b"sampling", "spans", b"spans", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResponseStream(_message.Message):
+    """A place in a stream that was opened with StreamResponses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.str
+    """From StreamResponsesRequest."""
+    number: _builtins.int
+    """Tells the stream's requests apart; the caller's choice, never used twice."""
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResponseStream: _TypeAlias = ResponseStream  # noqa: Y015
+
+@_typing.final
+class StreamResponsesRequest(_message.Message):
+    """Opens a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.str
+    """Names it, 1 to 128 characters; a name that is in use is refused."""
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamResponsesRequest: _TypeAlias = StreamResponsesRequest  # noqa: Y015
+
+@_typing.final
+class ResponseBatch(_message.Message):
+    """Responses to several requests, those of a request in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___NumberedResponse]:
+        """At most 256."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___NumberedResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResponseBatch: _TypeAlias = ResponseBatch  # noqa: Y015
+
+@_typing.final
+class NumberedResponse(_message.Message):
+    """A response and whose it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """From ResponseStream."""
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """As Generate would have sent it."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        response: Global___GenerateResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NumberedResponse: _TypeAlias = NumberedResponse  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

@@ -40,6 +40,11 @@ class LlmServiceStub(object):
                 request_serializer=triptych_dot_llm_dot_v1_dot_llm__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=triptych_dot_llm_dot_v1_dot_llm__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.StreamResponses = channel.unary_stream(
+                '/triptych.llm.v1.LlmService/StreamResponses',
+                request_serializer=triptych_dot_llm_dot_v1_dot_llm__pb2.StreamResponsesRequest.SerializeToString,
+                response_deserializer=triptych_dot_llm_dot_v1_dot_llm__pb2.ResponseBatch.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/triptych.llm.v1.LlmService/Abort',
                 request_serializer=triptych_dot_llm_dot_v1_dot_llm__pb2.AbortRequest.SerializeToString,
@@ -60,6 +65,14 @@ class LlmServiceServicer(object):
         """Generates tokens: admitted once, then deltas, then done once for each answer. Where several answers are asked for, their
         deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
         the request with all its answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamResponses(self, request, context):
+        """Carries the responses to all requests that name this stream, so that a step of many sequences is one message. Opens with an
+        empty batch and ends when the caller cancels it, or when the service stops and none of its requests is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +99,11 @@ def add_LlmServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=triptych_dot_llm_dot_v1_dot_llm__pb2.GenerateRequest.FromString,
                     response_serializer=triptych_dot_llm_dot_v1_dot_llm__pb2.GenerateResponse.SerializeToString,
+            ),
+            'StreamResponses': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamResponses,
+                    request_deserializer=triptych_dot_llm_dot_v1_dot_llm__pb2.StreamResponsesRequest.FromString,
+                    response_serializer=triptych_dot_llm_dot_v1_dot_llm__pb2.ResponseBatch.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -126,6 +144,33 @@ class LlmService(object):
             '/triptych.llm.v1.LlmService/Generate',
             triptych_dot_llm_dot_v1_dot_llm__pb2.GenerateRequest.SerializeToString,
             triptych_dot_llm_dot_v1_dot_llm__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamResponses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triptych.llm.v1.LlmService/StreamResponses',
+            triptych_dot_llm_dot_v1_dot_llm__pb2.StreamResponsesRequest.SerializeToString,
+            triptych_dot_llm_dot_v1_dot_llm__pb2.ResponseBatch.FromString,
             options,
             channel_credentials,
             insecure,

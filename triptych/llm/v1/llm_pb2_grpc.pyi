@@ -38,6 +38,10 @@ class LlmServiceStub:
     deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
     the request with all its answers.
     """
+    StreamResponses: _grpc.UnaryStreamMultiCallable[_llm_pb2.StreamResponsesRequest, _llm_pb2.ResponseBatch]
+    """Carries the responses to all requests that name this stream, so that a step of many sequences is one message. Opens with an
+    empty batch and ends when the caller cancels it, or when the service stops and none of its requests is left.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_llm_pb2.AbortRequest, _llm_pb2.AbortResponse]
     """Ends a request, whoever started it. Unknown ids are ignored."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_llm_pb2.GetLoadRequest, _llm_pb2.GetLoadResponse]
@@ -52,6 +56,10 @@ class LlmServiceAsyncStub(LlmServiceStub):
     """Generates tokens: admitted once, then deltas, then done once for each answer. Where several answers are asked for, their
     deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
     the request with all its answers.
+    """
+    StreamResponses: _aio.UnaryStreamMultiCallable[_llm_pb2.StreamResponsesRequest, _llm_pb2.ResponseBatch]  # type: ignore[assignment]
+    """Carries the responses to all requests that name this stream, so that a step of many sequences is one message. Opens with an
+    empty batch and ends when the caller cancels it, or when the service stops and none of its requests is left.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_llm_pb2.AbortRequest, _llm_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request, whoever started it. Unknown ids are ignored."""
@@ -70,6 +78,16 @@ class LlmServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates tokens: admitted once, then deltas, then done once for each answer. Where several answers are asked for, their
         deltas mix and each ends with a done of its own; the stream ends with the done that says last. Cancelling the call aborts
         the request with all its answers.
+        """
+
+    @_abc_1.abstractmethod
+    def StreamResponses(
+        self,
+        request: _llm_pb2.StreamResponsesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_llm_pb2.ResponseBatch], _abc.AsyncIterator[_llm_pb2.ResponseBatch]]:
+        """Carries the responses to all requests that name this stream, so that a step of many sequences is one message. Opens with an
+        empty batch and ends when the caller cancels it, or when the service stops and none of its requests is left.
         """
 
     @_abc_1.abstractmethod
