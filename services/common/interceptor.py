@@ -33,17 +33,23 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server.
 
     Attributes:
-        in_flight: calls being answered, health and reflection aside.
+        in_flight: calls being answered; health, reflection and ``standing`` aside.
         held_bytes: of their single requests, which gRPC keeps to the end of a call.
         draining: when true, new calls are refused with UNAVAILABLE, but for ``open_while_draining``.
 
     Args:
         open_while_draining: names of methods that running requests still need, such as ``Fetch``.
         max_held_bytes: calls are refused beyond; one that is alone never is.
+        standing: names of methods whose calls are not counted, such as streams that last as long as their readers.
     """
 
-    def __init__(self, open_while_draining: frozenset[str] = frozenset(), max_held_bytes: float = math.inf) -> None:
-        self.open_while_draining = open_while_draining | {"GetLoad"}
+    def __init__(
+        self,
+        open_while_draining: frozenset[str] = frozenset(),
+        max_held_bytes: float = math.inf,
+        standing: frozenset[str] = frozenset(),
+    ) -> None:
+        self.open_while_draining, self.standing = open_while_draining | {"GetLoad"}, standing
         self.max_held_bytes = max_held_bytes
         self.in_flight = self.held_bytes = 0
         self.draining = False
@@ -107,6 +113,7 @@ class _Call:
         self, owner: ServiceInterceptor, method: str, context: grpc.aio.ServicerContext[Any, Any], request: object
     ) -> None:
         self.owner, self.method, self.context = owner, method, context
+        self.name = method.rpartition("/")[2]
         self.size = len(request) if isinstance(request, bytes) else 0
         self.outcome = "OK"
 
@@ -115,19 +122,20 @@ class _Call:
         self.request_id = clean_request_id(given if isinstance(given, str) else "")
         logs.request_id.set(self.request_id)
         self.started = time.monotonic()
-        if self.owner.draining and self.method.rpartition("/")[2] not in self.owner.open_while_draining:
+        if self.owner.draining and self.name not in self.owner.open_while_draining:
             error = unavailable("the service is shutting down; send the request to another replica or try again")
             await self._abort(error)
         held = self.owner.held_bytes + self.size
         if self.size > LARGE_BODY and held > max(self.owner.max_held_bytes, self.size):
             await self._abort(full())
         self.owner.held_bytes = held
-        self.owner.in_flight += 1
-        self.owner.idle.clear()
+        if self.name not in self.owner.standing:
+            self.owner.in_flight += 1
+            self.owner.idle.clear()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.owner.in_flight -= 1
+        self.owner.in_flight -= self.name not in self.owner.standing
         self.owner.held_bytes -= self.size
         if self.owner.in_flight == 0:
             self.owner.idle.set()
@@ -171,6 +179,8 @@ def explained(error: BaseException, request_id: str, **fields: object) -> Servic
         return error
     if isinstance(error, TimeoutError):
         return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline passed; allow it more time")
+    if isinstance(error, NotImplementedError):
+        return ServiceError(grpc.StatusCode.UNIMPLEMENTED, "this server does not have the method; look at its protos")
     if isinstance(error, DecodeError):
         return invalid("request", "its bytes are not this method's message, or a text in it is not UTF-8; look at the protos")
     logger.error("unexpected error", exc_info=error, extra={"fields": fields})

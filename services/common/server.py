@@ -71,6 +71,7 @@ class Service(Protocol):
 
     name: str  # full gRPC name, such as triptych.llm.v1.LlmService
     open_while_draining: frozenset[str]  # methods that running requests still need after SIGTERM
+    standing: frozenset[str]  # methods whose calls last as long as their callers do, and are no work by themselves
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer to the server."""
@@ -107,7 +108,7 @@ async def _serve(config: ServiceConfig, build: Callable[[], Service]) -> None:
     # language model's process, 13 ms in a gateway's. Frozen objects are not looked at again.
     gc.collect()
     gc.freeze()
-    interceptor = ServiceInterceptor(service.open_while_draining, config.max_held_request_bytes)
+    interceptor = ServiceInterceptor(service.open_while_draining, config.max_held_request_bytes, service.standing)
     server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
     service.register(server)
     health_servicer = health.aio.HealthServicer()
@@ -146,7 +147,7 @@ async def drain(
             await interceptor.idle.wait()
     except TimeoutError:
         logs.event(logger, "grace period over", logging.WARNING, in_flight=interceptor.in_flight)
-    # Streams of health and reflection never end by themselves; a second lets clients read what was sent last.
+    # Standing calls never end by themselves; a second lets clients read what was sent last.
     await server.stop(1.0)
 
 

@@ -48,6 +48,7 @@ class EncoderService:
 
     name = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
     open_while_draining = frozenset({"Fetch", "Release"})
+    standing: frozenset[str] = frozenset()
 
     def __init__(self, config: EncoderConfig) -> None:
         self._config = config

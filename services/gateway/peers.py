@@ -19,7 +19,7 @@ from services.common import logs
 from services.common.channel import open_channel, outgoing_metadata
 from services.common.errors import ServiceError
 from services.gateway.prompt import Item, Prompt
-from services.gateway.responses import SharedResponses
+from services.gateway.responses import ResponsesLost, SharedResponses
 from services.gateway.wire import encode_to_proto, sampling_to_proto, spans_to_proto
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
@@ -264,6 +264,8 @@ class LanguageModel(Backend):
                 with self._errors():
                     async for response in call if inbox is None else inbox.watch(call):
                         yield response
+            except ResponsesLost as error:
+                raise BackendLost("the language model sent no more of the answer; try again, or look at its logs") from error
             finally:
                 call.cancel()
 

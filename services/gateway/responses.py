@@ -14,7 +14,11 @@ import grpc
 
 from triptych.llm.v1 import llm_pb2
 
-_REST_SECONDS = 10.0  # between the end of a request's own call and its last response
+_REST_SECONDS = 5.0  # between the end of one of two calls and what the other has to say
+
+
+class ResponsesLost(Exception):
+    """Responses that were on their way will not come, though nobody says why."""
 
 
 class Inbox:
@@ -28,9 +32,9 @@ class Inbox:
         self.place = place
         self._waiting: deque[llm_pb2.GenerateResponse] = deque()
         self._arrived = asyncio.Event()
-        self._ended = False
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
         self._call: asyncio.Future[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, call: Any) -> Inbox:
         """The request's own call, which says nothing but how it ended; what it raises is raised here."""
@@ -39,46 +43,49 @@ class Inbox:
         return self
 
     def put(self, response: llm_pb2.GenerateResponse) -> None:
-        """A response has arrived. Where the last one still waits for a slow reader, its tokens join that one's."""
-        last = self._waiting[-1] if self._waiting else response
-        both = last is not response and last.HasField("delta") and response.HasField("delta")
-        if both and last.delta.index == response.delta.index:
-            last.delta.token_ids.extend(response.delta.token_ids)
-        else:
-            self._waiting.append(response)
+        """A response has arrived. Where tokens of the same answer still wait for a slow reader, it joins them."""
+        if response.HasField("delta"):
+            for last in self._waiting:
+                if last.HasField("delta") and last.delta.index == response.delta.index:
+                    last.delta.token_ids.extend(response.delta.token_ids)
+                    return
+        self._waiting.append(response)
         self._arrived.set()
 
-    def end(self, error: BaseException | None = None) -> None:
+    def expire(self) -> None:
+        """One of the two calls has ended and does not say all. Leave the other some time, then raise :class:`ResponsesLost`."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_REST_SECONDS, self.end, ResponsesLost())
+
+    def end(self, error: BaseException) -> None:
         """Nothing follows."""
-        if not self._ended:
-            self._ended, self._error = True, error
-            self._arrived.set()
+        self._errors.append(error)
+        self._arrived.set()
 
     def close(self) -> None:
         """Nobody reads on."""
         if self._call is not None:
             self._call.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def __aiter__(self) -> Inbox:
         return self
 
     async def __anext__(self) -> llm_pb2.GenerateResponse:
         while not self._waiting:
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise StopAsyncIteration
+            if self._errors:
+                raise self._errors.pop(0)
             self._arrived.clear()
             await self._arrived.wait()
         return self._waiting.popleft()
 
     def _call_ended(self, call: asyncio.Future[Any]) -> None:
-        if call.cancelled():
-            return
-        if (error := call.exception()) is not None:
+        error = None if call.cancelled() else call.exception()
+        if error is not None:
             self.end(error)
-        else:  # what was said may still be on its way in the other call
-            asyncio.get_running_loop().call_later(_REST_SECONDS, self.end)
+        else:
+            self.expire()
 
 
 class SharedResponses:
@@ -90,15 +97,14 @@ class SharedResponses:
         self._inboxes: dict[int, Inbox] = {}
         self._numbers = count()
         self._reader: asyncio.Task[None] | None = None
-        self._life, self._opened = -1, False
         self._answered = asyncio.Event()
+        self._without = -1  # the server's life in which it did not have the method
 
     async def open(self, life: int, seconds: float) -> None:
-        """Open the call, unless it is open, or was refused by the server in this ``life`` of it; wait so long for an answer."""
-        if (self._reader is None or self._reader.done()) and (self._opened or life != self._life):
-            self._life, self._opened = life, False
+        """Open the call and wait for an answer, unless it is open, or the server in this ``life`` of it has no such method."""
+        if (self._reader is None or self._reader.done()) and life != self._without:
             self._answered.clear()
-            self._reader = asyncio.create_task(self._read())
+            self._reader = asyncio.create_task(self._read(life))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._answered.wait()
@@ -123,22 +129,23 @@ class SharedResponses:
             del self._inboxes[place.number]
             inbox.close()
 
-    async def _read(self) -> None:
-        stream_id, error = uuid.uuid4().hex, None
+    async def _read(self, life: int) -> None:
+        stream_id = uuid.uuid4().hex
         call = self._stub.StreamResponses(llm_pb2.StreamResponsesRequest(stream_id=stream_id))
         try:
             async for batch in call:
-                if not self._opened:
-                    self._stream_id, self._opened = stream_id, True
+                if not self._stream_id:
+                    self._stream_id = stream_id
                     self._answered.set()
                 for numbered in batch.responses:
                     if (inbox := self._inboxes.get(numbered.number)) is not None:
                         inbox.put(numbered.response)
-        except grpc.aio.AioRpcError as broken:
-            error = broken
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._without = life
         finally:
             self._stream_id = ""
             self._answered.set()
             call.cancel()
             for inbox in self._inboxes.values():
-                inbox.end(error)
+                inbox.expire()

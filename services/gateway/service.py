@@ -37,6 +37,7 @@ class GatewayService:
 
     name = "triptych.gateway.v1.ChatService"
     open_while_draining: frozenset[str] = frozenset()
+    standing: frozenset[str] = frozenset()
 
     def __init__(self, config: GatewayConfig) -> None:
         model = ServedModel(config)

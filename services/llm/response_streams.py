@@ -18,7 +18,7 @@ class ResponseStreams:
     """All that are open."""
 
     def __init__(self) -> None:
-        self._open: dict[str, asyncio.Queue[llm_pb2.NumberedResponse | None]] = {}
+        self._open: dict[str, asyncio.Queue[llm_pb2.NumberedResponse]] = {}
 
     async def read(self, stream_id: str) -> AsyncGenerator[llm_pb2.ResponseBatch, None]:
         """Open a stream and yield what is put into it: at first nothing, which says that it is open.
@@ -30,17 +30,15 @@ class ResponseStreams:
             raise invalid("stream_id", f"must have 1 to 128 characters, got {len(stream_id)}")
         if stream_id in self._open:
             raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "stream_id: a stream of this name is open; use a new name")
-        queue: asyncio.Queue[llm_pb2.NumberedResponse | None] = asyncio.Queue(_QUEUED)
+        queue: asyncio.Queue[llm_pb2.NumberedResponse] = asyncio.Queue(_QUEUED)
         self._open[stream_id] = queue
         try:
             yield llm_pb2.ResponseBatch()
-            while (response := await queue.get()) is not None:
-                batch = [response]
-                while len(batch) < _BATCH and not queue.empty() and (response := queue.get_nowait()) is not None:
-                    batch.append(response)
+            while True:
+                batch = [await queue.get()]
+                while len(batch) < _BATCH and not queue.empty():
+                    batch.append(queue.get_nowait())
                 yield llm_pb2.ResponseBatch(responses=batch)
-                if response is None:
-                    return
         finally:
             del self._open[stream_id]
             while not queue.empty():  # those who wait to put something there learn that it is closed
@@ -69,11 +67,6 @@ class ResponseStreams:
         if (queue := self._open.get(where.stream_id)) is None:
             raise _closed()
         await queue.put(llm_pb2.NumberedResponse(number=where.number, response=response))
-
-    async def close(self) -> None:
-        """End every stream behind what is in it."""
-        for queue in list(self._open.values()):
-            await queue.put(None)
 
 
 def _closed() -> ServiceError:

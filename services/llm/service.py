@@ -34,6 +34,7 @@ class LlmService:
 
     name = llm_pb2.DESCRIPTOR.services_by_name["LlmService"].full_name
     open_while_draining = frozenset({"Abort"})
+    standing = frozenset({"StreamResponses"})
 
     def __init__(self, config: LlmConfig) -> None:
         checkpoint = open_checkpoint(config.model)
@@ -73,8 +74,7 @@ class LlmService:
             self._watchdog = asyncio.create_task(self._watch(readiness))
 
     async def settled(self) -> None:
-        """Calls that carry many requests' responses end with the last of these."""
-        await self.servicer.settled()
+        """Every accepted request is a call in flight."""
 
     async def _watch(self, readiness: Readiness) -> None:
         """Liveness follows the steps: it fails while one takes too long, so that whoever supervises starts the process anew."""

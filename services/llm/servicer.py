@@ -57,26 +57,18 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
             engine.scheduler.max_sequences,
         )  # fmt: skip
         self._active: dict[str, Request] = {}
-        self._streams, self._calls, self._idle = ResponseStreams(), 0, asyncio.Event()
-        self._idle.set()
+        self._streams = ResponseStreams()
 
     async def Generate(
         self, request: llm_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[llm_pb2.GenerateResponse]:
-        self._calls += 1
-        self._idle.clear()
-        try:
-            self._streams.check(request)
-            async with aclosing(self._generate(request, context)) as responses:
-                async for response in responses:
-                    if request.HasField("response_stream"):
-                        await self._streams.put(request.response_stream, response)
-                    else:
-                        yield response
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
+        self._streams.check(request)
+        async with aclosing(self._generate(request, context)) as responses:
+            async for response in responses:
+                if request.HasField("response_stream"):
+                    await self._streams.put(request.response_stream, response)
+                else:
+                    yield response
 
     async def StreamResponses(
         self, request: llm_pb2.StreamResponsesRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -84,11 +76,6 @@ class LlmServicer(llm_pb2_grpc.LlmServiceServicer):
         async with aclosing(self._streams.read(request.stream_id)) as batches:
             async for batch in batches:
                 yield batch
-
-    async def settled(self) -> None:
-        """Wait until no request is left, then end the streams that carried responses."""
-        await self._idle.wait()
-        await self._streams.close()
 
     async def _generate(
         self, request: llm_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -55,9 +55,11 @@ class Servicer(llm_pb2_grpc.LlmServiceServicer):
 
 @asynccontextmanager
 async def serving(
-    open_while_draining: frozenset[str] = frozenset(), max_held_bytes: float = math.inf
+    open_while_draining: frozenset[str] = frozenset(),
+    max_held_bytes: float = math.inf,
+    standing: frozenset[str] = frozenset(),
 ) -> AsyncIterator[tuple[llm_pb2_grpc.LlmServiceStub, Servicer, ServiceInterceptor]]:
-    interceptor, servicer = ServiceInterceptor(open_while_draining, max_held_bytes), Servicer()
+    interceptor, servicer = ServiceInterceptor(open_while_draining, max_held_bytes, standing), Servicer()
     server = grpc.aio.server(interceptors=[interceptor])
     llm_pb2_grpc.add_LlmServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -107,6 +109,28 @@ async def test_a_deadline_that_passed_inside_is_told_as_such() -> None:
     async with serving() as (stub, _, _):
         error, _, _ = await failure(abort(stub, "slow"))
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.asyncio
+async def test_a_method_that_nobody_wrote_is_told_as_such() -> None:
+    async with serving() as (stub, _, _):
+        error, _, _ = await failure(stub.StreamResponses(llm_pb2.StreamResponsesRequest(), timeout=10).read())
+        assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.asyncio
+async def test_a_standing_call_is_not_waited_for_and_not_taken_while_draining() -> None:
+    async with serving(standing=frozenset({"Generate"})) as (stub, servicer, interceptor):
+        call = stub.Generate(llm_pb2.GenerateRequest(), timeout=10)
+        await call.read()
+        assert interceptor.in_flight == 0 and interceptor.idle.is_set()
+        interceptor.draining = True
+        error, _, _ = await failure(stub.Generate(llm_pb2.GenerateRequest(), timeout=10).read())
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert not servicer.left.is_set()
+        call.cancel()
+        await asyncio.wait_for(servicer.left.wait(), 10)
+        assert interceptor.in_flight == 0 and interceptor.idle.is_set()
 
 
 @pytest.mark.asyncio

@@ -28,7 +28,7 @@ from services.common.config import ServiceConfig
 from services.common.server import serve
 
 class Service:
-    name, open_while_draining = "test.Service", frozenset()
+    name, open_while_draining, standing = "test.Service", frozenset(), frozenset()
     def __init__(self):
         self.built = [[] for _ in range(100_000)]
     def register(self, server):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from fleet_fakes import Fleet, TellingLlm, fleet, tokens_of, vanish
-from gateway_fakes import Context, ask, refused, until
+from gateway_fakes import Context, ask, until
 
 from services.common.errors import ServiceError
-from services.gateway.responses import Inbox
+from services.gateway.responses import Inbox, ResponsesLost
 from services.llm.response_streams import ResponseStreams
 from triptych.llm.v1 import llm_pb2
 
@@ -25,12 +26,12 @@ class SharingLlm(TellingLlm):
 
     Attributes:
         opened: streams so far.
-        broken: ends one of them without a word.
+        breaks: whether the stream ends without a word before its next message.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.streams, self.opened, self.broken = ResponseStreams(), 0, asyncio.Event()
+        self.streams, self.opened, self.breaks = ResponseStreams(), 0, False
 
     async def Generate(self, request: llm_pb2.GenerateRequest, context: Context) -> AsyncIterator[llm_pb2.GenerateResponse]:
         self.streams.check(request)
@@ -41,17 +42,13 @@ class SharingLlm(TellingLlm):
                 yield response
 
     async def StreamResponses(self, request: llm_pb2.StreamResponsesRequest, context: Context) -> AsyncIterator[Any]:
-        self.opened += 1
-        batches = self.streams.read(request.stream_id)
-        while True:
-            wanted = {asyncio.ensure_future(anext(batches)), asyncio.ensure_future(self.broken.wait())}
-            done, rest = await asyncio.wait(wanted, return_when=asyncio.FIRST_COMPLETED)
-            for task in rest:
-                task.cancel()
-            if self.broken.is_set():
-                self.broken.clear()
-                await vanish(context)
-            yield done.pop().result()
+        async with aclosing(self.streams.read(request.stream_id)) as batches:
+            async for batch in batches:
+                if self.breaks:
+                    self.breaks = False
+                    await vanish(context)
+                yield batch
+                self.opened += not batch.responses
 
 
 @pytest.fixture
@@ -64,10 +61,9 @@ def delta(*tokens: int, index: int = 0) -> llm_pb2.GenerateResponse:
 
 
 async def every_llm_shares(f: Fleet) -> list[SharingLlm]:
-    """Wait until the gateway has a stream to each."""
-    llms = [llm for llm in f.llms.values() if isinstance(llm, SharingLlm)]
-    await until(lambda: all(llm.opened for llm in llms))
-    return llms
+    """Those of a fleet, once the gateway has a stream to each."""
+    await until(lambda: all(llm._shared._answered.is_set() for llm in f.service.backends.llms.values()))
+    return [llm for llm in f.llms.values() if isinstance(llm, SharingLlm)]
 
 
 @pytest.mark.asyncio
@@ -86,9 +82,10 @@ async def test_each_request_gets_its_own(llama: Path) -> None:
 @pytest.mark.asyncio
 async def test_several_answers_mix(llama: Path) -> None:
     async with fleet(llama, llms=1, llm=SharingLlm) as f:
-        await every_llm_shares(f)
+        [llm] = await every_llm_shares(f)
         events = await f.answer(ask("x", max_tokens=5, n=3))
         [address] = f.llms
+        assert llm.requests[0].HasField("response_stream")
         assert [tokens_of(events, index) for index in range(3)] == [f.expected(address, 5, index) for index in range(3)]
 
 
@@ -106,27 +103,40 @@ async def test_an_error_comes_with_its_details(llama: Path) -> None:
     async with fleet(llama, llms=1, llm=SharingLlm) as f:
         [llm] = await every_llm_shares(f)
         llm.failures.append(lambda request: ServiceError(CODE.INTERNAL, "the step failed", reason="NAN"))
-        with refused(CODE.INTERNAL, "the step failed"):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
             await f.answer(ask("x"))
+        error = ServiceError.from_rpc(raised.value, "gateway")
+        assert (error.code, error.message, error.reason) == (CODE.INTERNAL, "the step failed", "NAN")
         assert llm.requests[0].HasField("response_stream")
         await f.idle()
 
 
 @pytest.mark.asyncio
-async def test_requests_of_a_stream_that_breaks_go_on_elsewhere(llama: Path) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+async def test_requests_of_a_stream_that_breaks_go_on_elsewhere(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    monkeypatch.setattr("services.gateway.responses._REST_SECONDS", 0.3)
     async with fleet(llama, llm=SharingLlm) as f:
         llms = await every_llm_shares(f)
         for llm in llms:
             llm.gate.clear()
-        call = asyncio.create_task(f.answer(ask("tell", max_tokens=6)))
-        await until(lambda: any(llm.requests for llm in llms))
+        call = f.stub.Chat(ask("tell", max_tokens=6), timeout=20)
+        got = [await call.read(), await call.read()]
         [(address, lost)] = [(address, llm) for address, llm in f.llms.items() if llm.requests]
         assert isinstance(lost, SharingLlm)
-        lost.broken.set()
+        lost.breaks = True
+        if silent:  # it says nothing of that request any more, only of others
+            await lost.streams.put(llm_pb2.ResponseStream(stream_id=next(iter(lost.streams._open)), number=99), delta(1))
         for llm in llms:
-            llm.gate.set()
-        assert tokens_of(await call) == f.expected(address, 6)
+            if llm is not lost or not silent:
+                llm.gate.set()
+        while (response := await call.read()) is not grpc.aio.EOF:
+            got.append(response)
+        assert tokens_of(got) == f.expected(address, 6)
+        assert [llm.began for llm in llms if llm is not lost] == [[f.expected(address, 1)]]
         await until(lambda: lost.opened == 2)  # it answers polls, so it is asked again
+        lost.gate.set()
         await f.idle()
 
 
@@ -141,10 +151,10 @@ async def test_a_request_that_was_cancelled_leaves_nothing_to_the_next(llama: Pa
         call.cancel()
         place = llm.requests[0].response_stream
         await f.idle()
-        llm.gate.set()
         again = asyncio.create_task(f.answer(ask("no", max_tokens=3), metadata=(("x-request-id", "same"),)))
         await until(lambda: len(llm.requests) == 2)
         await llm.streams.put(place, delta(1, 2, 3))  # late
+        llm.gate.set()
         assert tokens_of(await again) == f.expected(next(iter(f.llms)), 3)
 
 
@@ -153,8 +163,8 @@ async def test_a_server_without_shared_streams_is_asked_once(llama: Path) -> Non
     class Older(SharingLlm):
         async def StreamResponses(self, request: llm_pb2.StreamResponsesRequest, context: Context) -> AsyncIterator[Any]:
             self.opened += 1
-            await context.abort(CODE.UNIMPLEMENTED, "")
-            yield
+            async for batch in super(SharingLlm, self).StreamResponses(request, context):
+                yield batch
 
     async with fleet(llama, llms=1, llm=Older) as f:
         [llm] = await every_llm_shares(f)
@@ -169,10 +179,11 @@ async def test_a_server_without_shared_streams_is_asked_once(llama: Path) -> Non
 async def test_a_slow_reader_finds_tokens_together() -> None:
     inbox = Inbox(llm_pb2.ResponseStream())
     admitted, done = llm_pb2.GenerateResponse(admitted={}), llm_pb2.GenerateResponse(done={"last": True})
-    for response in (admitted, delta(1), delta(2), delta(3, 4), delta(5, index=1), delta(6, index=1), delta(7), done):
+    for response in (admitted, delta(1), delta(2), delta(5, index=1), delta(3, 4), delta(6, index=1), done):
         inbox.put(response)
-    inbox.end()
-    assert [r async for r in inbox] == [admitted, delta(1, 2, 3, 4), delta(5, 6, index=1), delta(7), done]
+    assert [await anext(inbox) for _ in range(4)] == [admitted, delta(1, 2, 3, 4), delta(5, 6, index=1), done]
+    inbox.put(delta(7))
+    assert await anext(inbox) == delta(7)
 
 
 @pytest.mark.asyncio
@@ -186,14 +197,20 @@ async def test_what_has_arrived_is_read_before_the_error() -> None:
         await anext(inbox)
 
 
+class EndedCall:
+    async def read(self) -> Any:
+        return grpc.aio.EOF
+
+
 @pytest.mark.asyncio
 async def test_a_call_that_ends_before_its_last_response_is_given_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ended:
-        async def read(self) -> Any:
-            return grpc.aio.EOF
-
-    monkeypatch.setattr("services.gateway.responses._REST_SECONDS", 0.05)
-    inbox = Inbox(llm_pb2.ResponseStream()).watch(Ended())
-    await asyncio.sleep(0)
+    monkeypatch.setattr("services.gateway.responses._REST_SECONDS", 0.5)
+    inbox = Inbox(llm_pb2.ResponseStream()).watch(EndedCall())
+    reading = asyncio.ensure_future(anext(inbox))
+    await until(lambda: inbox._timer is not None)
+    assert not reading.done()
     inbox.put(delta(1))
-    assert [r async for r in inbox] == [delta(1)]
+    assert await reading == delta(1)
+    with pytest.raises(ResponsesLost):
+        await anext(inbox)
+    inbox.close()

@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from services.llm.events import Accepted, Finished, Stream, Token
+from services.llm.logprobs import Choice
 from services.llm.response_streams import ResponseStreams
-from tests.llm.test_service import Running, running
+from services.llm.sequence import Finish
+from tests.llm.test_service import Running, running, withheld
 from triptych.common.v1 import sampling_pb2
 from triptych.llm.v1 import llm_pb2
 
@@ -83,10 +87,14 @@ async def test_what_is_refused(checkpoint_dir: Callable[[str], Path]) -> None:
 
 @pytest.mark.asyncio
 async def test_a_stream_that_is_cancelled_ends_its_requests(checkpoint_dir: Callable[[str], Path]) -> None:
-    async with running(checkpoint_dir("llama")) as llm:
+    async with withheld(checkpoint_dir("qwen2_vl")) as (llm, encoder, release):
         async with opened(llm) as stream:
-            call = llm.stub.Generate(llm.request("long", sampling=long(200), response_stream=place(7)), timeout=60)
-            await stream.read()
+            call = llm.stub.Generate(llm.request("r", encoder=encoder, response_stream=place(7)), timeout=60)
+            assert (await stream.read()).responses[0].response.HasField("admitted")
+        async with asyncio.timeout(20):
+            while llm.service.servicer._streams._open:
+                await asyncio.sleep(0.01)
+        release.set()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
         assert raised.value.code() == CODE.UNAVAILABLE
@@ -96,18 +104,14 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(checkpoint_dir: Call
 
 
 @pytest.mark.asyncio
-async def test_a_service_that_stops_ends_a_stream_behind_its_last_request(checkpoint_dir: Callable[[str], Path]) -> None:
-    async with running(checkpoint_dir("llama")) as llm, opened(llm) as stream, opened(llm, "unused") as unused:
-        call = asyncio.create_task(llm.tokens(llm.request("r", sampling=long(100), response_stream=place(7))))
-        got = [numbered.response for numbered in (await stream.read()).responses]
-        assert got[0].HasField("admitted")
-        settled = asyncio.create_task(llm.service.settled())
-        while (batch := await stream.read()) is not grpc.aio.EOF:
-            got += [numbered.response for numbered in batch.responses]
-        assert got[-1].done.completion_tokens == 100 == sum(len(response.delta.token_ids) for response in got)
-        assert await unused.read() is grpc.aio.EOF
-        await settled
-        await call
+async def test_admitted_comes_before_tokens_that_are_there_at_the_same_time(checkpoint_dir: Callable[[str], Path]) -> None:
+    async with running(checkpoint_dir("llama")) as llm:
+        events = Stream()
+        for event in (Accepted(), Token(0, Choice(5)), Finished(0, True, Finish.STOP, 1, 0, None, 0.1, 0.1)):
+            events.put(event)
+        request: Any = SimpleNamespace(events=events)
+        got = [response.WhichOneof("event") async for response in llm.service.servicer._responses(request, None)]
+        assert got == ["admitted", "delta", "done"]
 
 
 @pytest.mark.asyncio
