@@ -46,7 +46,7 @@ RESULTS ?= .bench/results
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m
 bench: $(READY)  ## each part of Triptych by itself and the stack under load, under 20 minutes on an idle machine; JSON and summary.md in .bench/results
 	@mkdir -p $(RESULTS)
-	@echo "==> engine"; $(BENCH) bench.engine --rounds 5 --requests 8 --json $(RESULTS)/engine.json
+	@echo "==> engine"; $(BENCH) bench.engine --sections decode bookkeeping --rounds 5 --json $(RESULTS)/engine.json
 	@echo "==> encoder"; $(BENCH) bench.encoder --rounds 5 --json $(RESULTS)/encoder.json
 	@echo "==> preprocess"; $(BENCH) bench.preprocess --rounds 5 --json $(RESULTS)/preprocess.json
 	@echo "==> gateway"; $(BENCH) bench.gateway --seconds 10 --json $(RESULTS)/gateway.json
