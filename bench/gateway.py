@@ -112,6 +112,8 @@ class Client:
                 await self.send()
 
         await asyncio.gather(*(worker() for _ in range(clients)))
+        if not self.answers:
+            raise SystemExit(f"bench.gateway: error: nothing was answered within {seconds} s; give it more --seconds")
         return self.answers / (self.end - self.begin)
 
     @property

@@ -32,7 +32,7 @@ def test_pruning_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_gateway_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gateway(["--sections", "overload", "--seconds", "1", "--loads", "2"]) == 0
+    assert gateway(["--sections", "overload", "--seconds", "4", "--loads", "2"]) == 0
     assert "refusal p99 ms" in capsys.readouterr().out
 
 

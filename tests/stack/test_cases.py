@@ -171,7 +171,9 @@ def test_sixteen_at_once_beside_good_ones_leave_nothing_behind(stack: RunningSta
         return footprint(stack)
 
     after_a_round()  # threads, connections and allocators are warm from here on
-    before, tasks = after_a_round(), stack.loads().tasks()
+    before = after_a_round()
+    polls = [stack.loads().tasks() for _ in range(10)]  # some of them in the middle of what the gateway does each second
+    tasks = [min(counts) for counts in zip(*polls, strict=True)]
     after = after_a_round()
     if grown(before, after):  # allocators settle late under load; what is lost is lost in every round
         before, after = after, after_a_round()
@@ -180,7 +182,7 @@ def test_sixteen_at_once_beside_good_ones_leave_nothing_behind(stack: RunningSta
     assert after.handles == before.handles
     assert sum(after.blocks.values()) <= stack.loads().encoder.cached_items
     assert not grown(before, after)
-    assert stack.loads().tasks() == tasks
+    stack.wait_until(lambda loads: all(now <= then for now, then in zip(loads.tasks(), tasks, strict=True)), 5)
     assert stack.loads().encoder.cached_bytes <= CACHE_BYTES
     for service in SERVICES:
         events = stack.events(service)

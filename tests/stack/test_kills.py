@@ -105,7 +105,7 @@ def test_killed_workers_and_bombs_disturb_nobody_else(start_stack: Callable[[str
     after = footprint(stack)
     assert after.handles == before.handles
     assert all(after.workers[service] != before.workers[service] for service in ("gateway", "encoder"))
-    assert stack.wait_until(lambda loads: not loads.busy(), 5).tasks() <= tasks
+    stack.wait_until(lambda loads: not loads.busy() and loads.tasks() <= tasks, 5)
     for service in SERVICES:
         events = stack.events(service)[logged[service] :]
         errors = {event["event"] for event in events if event["level"] == "error"}
