@@ -12,7 +12,7 @@ from services.gateway.peers import BackendLost, Encoder
 from services.gateway.prompt import Item
 from triptych.common.v1 import media_pb2
 
-RELEASE_SECONDS = 5.0
+RELEASE_SECONDS = 30.0  # nobody waits for it; what an encoder is not told it holds until the lease ends
 MAX_MOVES = 2  # times that an item goes to another encoder while it is handed over
 
 

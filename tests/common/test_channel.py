@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common import channel as channel_module
 from services.common.channel import open_channel
 from services.common.server import SERVER_OPTIONS
+from tests.patience import PATIENCE
 
 QUICK = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 1_500, "grpc.http2.ping_timeout_ms": 1_500}
 
@@ -84,12 +85,12 @@ async def test_a_peer_that_falls_silent_is_found_out_and_one_that_only_waits_is_
         async with open_channel(f"127.0.0.1:{hop.sockets[0].getsockname()[1]}") as channel:
             call: Any = channel.unary_stream("/a/b")(b"")
             assert await call.read() == b"begun"
-            await asyncio.wait_for(network.pinged.wait(), 10)  # more than the server's default would allow
+            await asyncio.wait_for(network.pinged.wait(), PATIENCE)  # more than the server's default would allow
             assert not call.done()
             network.fall_silent()
             since = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError) as lost:
-                await asyncio.wait_for(call.read(), 10)
+                await asyncio.wait_for(call.read(), PATIENCE)
             assert lost.value.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() - since < 3
     finally:
         hop.close()

@@ -16,6 +16,7 @@ import pytest
 from services.common import logs
 from services.common.errors import ServiceError, invalid, unavailable
 from services.common.interceptor import REQUEST_ID_HEADER, ServiceInterceptor, clean_request_id
+from tests.patience import PATIENCE
 from triptych.common.v1 import error_pb2
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
@@ -129,7 +130,7 @@ async def test_a_standing_call_is_not_waited_for_and_not_taken_while_draining() 
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert not servicer.left.is_set()
         call.cancel()
-        await asyncio.wait_for(servicer.left.wait(), 10)
+        await asyncio.wait_for(servicer.left.wait(), PATIENCE)
         assert interceptor.in_flight == 0 and interceptor.idle.is_set()
 
 
@@ -181,8 +182,8 @@ async def test_leaving_a_stream_reaches_the_handler_and_the_count() -> None:
         await stream.read()
         assert interceptor.in_flight == 1
         stream.cancel()
-        await asyncio.wait_for(servicer.left.wait(), 5)
-        await asyncio.wait_for(interceptor.idle.wait(), 5)
+        await asyncio.wait_for(servicer.left.wait(), PATIENCE)
+        await asyncio.wait_for(interceptor.idle.wait(), PATIENCE)
         assert interceptor.in_flight == 0
 
 
@@ -199,12 +200,12 @@ async def test_the_bytes_of_all_requests_have_a_limit_and_small_ones_pass() -> N
         assert await beside.read() is not grpc.aio.EOF
         for call in (held, beside):
             call.cancel()
-        await asyncio.wait_for(interceptor.idle.wait(), 5)
+        await asyncio.wait_for(interceptor.idle.wait(), PATIENCE)
         assert interceptor.held_bytes == 0
         alone = stub.Generate(llm_pb2.GenerateRequest(token_ids=[1] * 500_000))  # more than the limit, and nobody else's
         assert await alone.read() is not grpc.aio.EOF
         alone.cancel()
-        await asyncio.wait_for(interceptor.idle.wait(), 5)
+        await asyncio.wait_for(interceptor.idle.wait(), PATIENCE)
 
 
 @pytest.mark.asyncio
@@ -217,10 +218,10 @@ async def test_draining_refuses_new_calls_but_those_that_running_work_needs() ->
             await stub.Generate(llm_pb2.GenerateRequest(), timeout=10).read()
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
         await abort(stub, "anything")
-        assert (await stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=10)).steps == 1
+        assert (await stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE)).steps == 1
         assert interceptor.in_flight == 1
         running.cancel()
-        await asyncio.wait_for(interceptor.idle.wait(), 5)
+        await asyncio.wait_for(interceptor.idle.wait(), PATIENCE)
 
 
 async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

@@ -29,6 +29,7 @@ from services.decoding.process import Limits, Worker
 from services.decoding.specs import Decoded, ImageSpec, SoundSpec, Spec, VideoSpec
 from services.gateway.probe import probe_image
 from tests.media_files import CASES, DATA, file_bytes, level, picture, png_header, recording, tone, video
+from tests.patience import PATIENCE
 
 FIELD = "messages[0].parts[1]"
 MAX_PIXELS = 50_000_000
@@ -57,7 +58,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def whole_again(pool: DecodePool, workers: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while pool.alive < workers:
             await asyncio.sleep(0.01)
 
@@ -160,7 +161,7 @@ def test_workers_that_are_killed_cost_nobody_an_item() -> None:
 
             await asyncio.gather(killer(), *map(one, range(200)))
             assert wrong <= 1  # an item fails only where two workers were shot away under it
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 while pool.restarts < len(killed):
                     await asyncio.sleep(0.01)
             await whole_again(pool, 2)
@@ -174,7 +175,7 @@ def test_an_idle_worker_that_dies_is_replaced_unasked() -> None:
         async with pool_of(2) as pool:
             before = set(pool.pids)
             os.kill(pool.pids[0], signal.SIGKILL)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 while set(pool.pids) == before or pool.alive < 2:
                     await asyncio.sleep(0.01)
             assert pool.restarts == 1 and len(pool.pids) == 2
@@ -296,7 +297,7 @@ def test_a_worker_that_misbehaves_is_ended_and_fails_its_item_alone() -> None:
             assert caught.value.code is grpc.StatusCode.INTERNAL and "secret" not in caught.value.message
             before = pool.restarts
             await pool.decode(b"idle", IMAGE, FIELD)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 while pool.restarts == before:
                     await asyncio.sleep(0.01)
             assert (await pool.decode(good, IMAGE, FIELD)).array.shape == (10, 10, 3)

@@ -26,6 +26,7 @@ from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Modality
 from services.models.wire import from_chunk
 from tests.media_files import file_bytes
+from tests.patience import PATIENCE
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
@@ -96,7 +97,7 @@ class Client:
     async def load(self) -> encoder_pb2.GetLoadResponse:
         return await self.stub.GetLoad(encoder_pb2.GetLoadRequest())
 
-    async def wait_until(self, condition: Any, seconds: float = 5.0) -> encoder_pb2.GetLoadResponse:
+    async def wait_until(self, condition: Any, seconds: float = PATIENCE) -> encoder_pb2.GetLoadResponse:
         """The first load for which the condition holds."""
         for _ in range(int(seconds / 0.02)):
             load = await self.load()

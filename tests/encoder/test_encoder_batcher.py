@@ -15,6 +15,7 @@ from services.encoder.batcher import Batcher
 from services.encoder.features import Features
 from services.encoder.preprocess import Prepared
 from services.models.media import Grid, Modality
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,7 +42,7 @@ class FakeTowers:
     def encode(self, batch: Sequence[Prepared]) -> list[Features]:
         self.batches.append(list(batch))
         self._loop.call_soon_threadsafe(self._started.set)
-        assert not self.shut or self.gate.acquire(timeout=10)
+        assert not self.shut or self.gate.acquire(timeout=PATIENCE)
         values = [i.inputs["value"].item() for i in batch]
         if min(values) < 0:
             raise ValueError("negative")
@@ -255,14 +256,14 @@ async def test_a_small_item_has_room_behind_a_large_one_and_a_large_one_has_not(
         large = start(batcher, *pieces(64, 4, name=1))
         await towers.batch(1)
         with batcher.turn(4 * 64) as second, batcher.turn(3) as small, batcher.turn(3) as other, batcher.turn(3) as last:
-            await asyncio.wait_for(batcher.room(small), 5)
-            await asyncio.wait_for(batcher.room(other), 5)
+            await asyncio.wait_for(batcher.room(small), PATIENCE)
+            await asyncio.wait_for(batcher.room(other), PATIENCE)
             waiting = [asyncio.create_task(batcher.room(turn)) for turn in (second, last)]
             await settled()
             assert not any(room.done() for room in waiting), "a batch in front: 63 x 4; or 3 each of large, second, small, other"
             towers.open()
             towers.gate.release(100)
-            await asyncio.wait_for(waiting[0], 5)
+            await asyncio.wait_for(waiting[0], PATIENCE)
             assert await large == [round(1 + i / 100, 2) for i in range(64)]
         await asyncio.gather(waiting[1])
 

@@ -25,6 +25,7 @@ from services.encoder.reader import Chunk, Event, read
 from services.encoder.rows import Rows
 from services.encoder.store import Done, Header, Store
 from services.models.media import Grid, ItemPlan, Modality
+from tests.patience import PATIENCE
 
 HIDDEN = 4
 pytestmark = pytest.mark.asyncio
@@ -64,7 +65,7 @@ class Bench:
     async def until(self, *entry: str) -> None:
         while entry not in self.log:
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 10)
+            await asyncio.wait_for(self.changed.wait(), PATIENCE)
 
     async def decode(self, planned: Planned, data: bytes) -> Any:
         self.note("decode", data.decode())
@@ -88,7 +89,7 @@ class Bench:
         for piece in batch:
             name, number = bytes(piece.inputs["name"][0].tolist()).decode(), int(piece.inputs["number"])
             self.note(f"towers {number}", name)
-            assert name not in self.shut or self.gate.acquire(timeout=10)
+            assert name not in self.shut or self.gate.acquire(timeout=PATIENCE)
             if self.broken.get(name) == number:
                 raise RuntimeError("secret")
             rows = 1 + (self.longer.get(name) == number)
@@ -169,7 +170,7 @@ async def test_two_readers_at_different_rows_of_an_item_that_is_being_encoded() 
         readers = [asyncio.create_task(reader(start)) for start in found]
         while numbers(found[0], 1) != [0, 1]:
             arrived.clear()
-            await asyncio.wait_for(arrived.wait(), 10)
+            await asyncio.wait_for(arrived.wait(), PATIENCE)
         header = Header(6, Grid(6, 1, 1), ((HIDDEN, torch.float32), (2, torch.float32)))
         assert found[0][0] == found[4][0] == header and len(found[4]) == 1
         assert ("through 2", "a") not in made.log
@@ -294,7 +295,7 @@ class Fleet:
 async def test_a_mistake_in_the_fleet_s_cache_ends_its_item() -> None:
     async with bench() as made:
         made.pipeline._fleet = Fleet(None)  # type: ignore[assignment]
-        (error,) = await asyncio.wait_for(made.events(made.submit("a", 1)), 10)
+        (error,) = await asyncio.wait_for(made.events(made.submit("a", 1)), PATIENCE)
         assert isinstance(error, ServiceError) and error.code is grpc.StatusCode.INTERNAL and "secret" not in error.message
 
 

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.models.checkpoint import open_checkpoint
 from tests.media_files import file_bytes, picture
+from tests.patience import PATIENCE
 from triptych.common.v1 import media_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 
@@ -62,7 +63,7 @@ def test_it_answers_and_ends_cleanly(checkpoint_dir: Callable[[str], Path]) -> N
         workers = workers_of(process.pid)
         assert len(workers) == 2
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
         assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
@@ -85,7 +86,7 @@ def test_a_draining_encoder_still_hands_out_what_it_promised(checkpoint_dir: Cal
         assert events[-1].WhichOneof("event") == "done"
         assert process.poll() is None
         stub.Release(encoder_pb2.ReleaseRequest(ref_ids=[ref]))
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def workers_of(pid: int) -> list[int]:

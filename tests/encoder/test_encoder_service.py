@@ -21,6 +21,7 @@ from services.encoder.towers import Towers
 from services.models.checkpoint import open_checkpoint
 from services.models.media import Grid, Look, Picture
 from tests.media_files import file_bytes, picture, png_header
+from tests.patience import PATIENCE
 from triptych.common.v1 import media_pb2, tensor_pb2
 from triptych.encoder.v1 import encoder_pb2
 
@@ -37,7 +38,7 @@ def gate(client: Client) -> Iterator[threading.Event]:
     encode = batcher._encode
 
     def gated(batch: Any) -> Any:
-        assert event.wait(10)
+        assert event.wait(PATIENCE)
         return encode(batch)
 
     batcher._encode = gated

@@ -18,6 +18,7 @@ from services.encoder.reader import Chunk, Event, Ready, Shared, read
 from services.encoder.rows import SHARED_FROM
 from services.encoder.store import Done, Entry, Header, Ref, Store
 from services.models.media import Grid
+from tests.patience import PATIENCE
 
 HIDDEN = 4  # float32: 16 bytes a row
 pytestmark = pytest.mark.asyncio
@@ -230,7 +231,7 @@ async def test_a_reader_that_stops_at_an_unknown_ref_holds_no_other() -> None:
     ref = add(store, 0)
     async with aclosing(read(store, [("unknown", 0), (ref.ref_id, 0)], 1000)) as events:
         assert isinstance((await anext(events))[1], ServiceError)
-        await asyncio.wait_for(store.empty.wait(), 10)
+        await asyncio.wait_for(store.empty.wait(), PATIENCE)
 
 
 async def test_a_stored_error_keeps_no_frames_alive() -> None:

@@ -25,6 +25,7 @@ from services.encoder.service import EncoderService
 from services.encoder.store import Header
 from services.models.media import Grid
 from tests.media_files import picture
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.asyncio
 Dirs = Callable[[str], Path]
@@ -44,7 +45,7 @@ class Server:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE)
 
 
 @pytest.fixture

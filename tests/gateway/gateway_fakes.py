@@ -19,6 +19,7 @@ from services.common.interceptor import ServiceInterceptor
 from services.common.server import SERVER_OPTIONS
 from services.gateway.config import GatewayConfig
 from services.gateway.service import GatewayService
+from tests.patience import PATIENCE
 from triptych.common.v1 import sampling_pb2, tensor_pb2, usage_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -202,7 +203,7 @@ async def stack(checkpoint: Path, *, with_encoder: bool = True, **options: Any) 
         yield Stack(service, stub, encoder, llm, address, llm_address, encoder_address, readiness)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)

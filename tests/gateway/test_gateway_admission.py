@@ -15,6 +15,7 @@ from services.gateway.cost import Class, Cost
 from services.gateway.gate import GateLimits
 from services.gateway.metrics import LedgerCollector
 from services.gateway.tenants import EVERYBODY
+from tests.patience import PATIENCE
 
 
 def ledger(total: int = 10, max_running: int = 8, max_queued: int = 8) -> Ledger:
@@ -203,7 +204,7 @@ def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int]]) -> None:
         book.update("a", total=20, block_size=16)
         for holder in holders:
             holder.let_go.set()
-        outcomes = await asyncio.wait_for(asyncio.gather(*(h.task for h in holders), return_exceptions=True), 5)
+        outcomes = await asyncio.wait_for(asyncio.gather(*(h.task for h in holders), return_exceptions=True), PATIENCE)
         allowed = (NeverFits, Busy, NoPool, asyncio.CancelledError, type(None))
         assert all(isinstance(outcome, allowed) for outcome in outcomes), outcomes
         book.check_integrity()

@@ -19,6 +19,7 @@ from services.gateway.media import Probed
 from services.gateway.prompt import Prompt, PromptMaker
 from services.gateway.validator import Conversation
 from services.models.checkpoint import open_checkpoint
+from tests.patience import PATIENCE
 from triptych.common.v1 import media_pb2, sampling_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2
 
@@ -196,11 +197,11 @@ async def test_cancel_gives_everything_back(qwen: Path, where: str) -> None:
             await until(lambda: s.service.ledger.running == 0)
             s.encoder.gate.set()  # only now are the refs known, and given back
         else:
-            await until(lambda: s.llm.cancelled == 1, seconds=0.5)
+            await until(lambda: s.llm.cancelled == 1)
         if blocker is not None:
             blocker.cancel()
         await s.idle()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while await s.load() != before:  # tasks, too
                 await asyncio.sleep(0.02)
 
@@ -352,7 +353,7 @@ async def test_long_texts_do_not_hold_up_short_ones(qwen: Path, monkeypatch: pyt
     def slow_for_long_texts(self: PromptMaker, conversation: Conversation, media: list[Probed]) -> Prompt:
         if any(len(p) > 100_000 for m in conversation.messages for p in m.parts if isinstance(p, str)):
             begun.set()
-            assert go_on.wait(30)
+            assert go_on.wait(PATIENCE)
         return make(self, conversation, media)
 
     monkeypatch.setattr(PromptMaker, "make", slow_for_long_texts)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from services.common.errors import ServiceError
 from services.common.interceptor import REQUEST_ID_HEADER
 from services.gateway.pages import MAX_REMEMBER, Pages
+from tests.patience import PATIENCE
 from triptych.common.v1 import sampling_pb2
 from triptych.gateway.v1 import gateway_pb2
 
@@ -332,7 +333,7 @@ async def test_leaving_ends_both_pages(qwen: Path) -> None:
         call.cancel()
         await until(lambda: s.llm.cancelled == 2)
         await s.idle()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while await s.load() != before:  # tasks, too
                 await asyncio.sleep(0.02)
 

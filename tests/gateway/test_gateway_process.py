@@ -15,6 +15,7 @@ import pytest
 from gateway_fakes import FakeEncoder, FakeLlm, ask, picture, served_encoder, served_llm, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.patience import PATIENCE
 from triptych.gateway.v1 import gateway_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ async def test_serves_and_stops(checkpoint_dir: Directory) -> None:
                 while (event := await call.read()) is not grpc.aio.EOF:
                     final = event
                 assert final.HasField("done")
-            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
             logs = (await process.stderr.read()).decode()
             assert secret not in logs and '"event": "stopped"' in logs
         finally:

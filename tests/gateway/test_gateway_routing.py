@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from services.gateway.addresses import Directory, lookup, parse_addresses
 from services.gateway.prefix_affinity import BLOCK, PrefixAffinity, chain
 from services.gateway.routing import FACTOR, SPARE_PATCHES, SPARE_REQUESTS, Load, by_rendezvous, order_encoders, order_llms
+from tests.patience import PATIENCE
 
 ENCODERS = [f"10.0.0.{i}:50051" for i in range(8)]
 KEYS = [bytes([i, j]) * 16 for i in range(64) for j in range(16)]
@@ -130,7 +131,7 @@ async def test_a_name_server_that_does_not_answer_holds_nobody_up() -> None:
         await asyncio.Event().wait()
         return []
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert await Directory(["dns:pods:1"], never).addresses() == []
 
 

@@ -16,6 +16,7 @@ from web_fakes import FIELD, GENERIC, INVALID, PNG, fetcher, get, page, resolver
 
 from services.gateway.config import GatewayConfig
 from services.gateway.url_fetch import Fetcher
+from tests.patience import PATIENCE
 
 
 @pytest.mark.asyncio
@@ -140,7 +141,7 @@ async def test_a_server_that_drips_is_given_up_and_holds_up_nobody() -> None:
         with refused(grpc.StatusCode.DEADLINE_EXCEEDED, "too slow") as errors:
             await slow
         assert (errors[0].reason, errors[0].field) == ("URL_TIMEOUT", FIELD) and time.monotonic() - started < 2
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), PATIENCE)
         gone.clear()
         with refused(grpc.StatusCode.DEADLINE_EXCEEDED, "too slow"):
             await get(fetching, web.url("/silent"))

@@ -12,6 +12,7 @@ import pytest
 from gateway_fakes import Stack, ask, refused, stack
 from web_fakes import FIELD, GENERIC, INVALID, PNG, page, site
 
+from tests.patience import PATIENCE
 from triptych.gateway.v1 import gateway_pb2
 
 Directory = Callable[[str], Path]
@@ -91,9 +92,9 @@ async def test_a_caller_who_leaves_ends_the_fetch(checkpoint_dir: Directory) -> 
         options = {"allowed_media_domains": f"127.0.0.1:{web.port}", "allowed_media_private_networks": "127.0.0.1/32"}
         async with stack(checkpoint_dir("qwen2_vl"), **options) as s:
             call = s.stub.Chat(asked(web.url("/wait", "127.0.0.1")))
-            await asyncio.wait_for(came.wait(), 5)
+            await asyncio.wait_for(came.wait(), PATIENCE)
             call.cancel()
-            await asyncio.wait_for(left.wait(), 5)
+            await asyncio.wait_for(left.wait(), PATIENCE)
             await s.idle()
 
 

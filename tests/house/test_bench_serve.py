@@ -23,6 +23,7 @@ from bench.serve import warm_to_cold
 from bench.summary import main as summarize
 from bench.targets import Refused
 from bench.workloads import COLD, WARM, WORKLOADS, Job, Sizes, make_jobs
+from tests.patience import PATIENCE
 
 SMALL = Sizes(words=3, width=64, height=48, seconds=0.5, max_tokens=2)
 
@@ -83,7 +84,7 @@ def test_a_closed_loop_keeps_so_many_running_and_turns_follow_answers() -> None:
 def test_an_open_loop_does_not_wait_for_answers() -> None:
     target = Echo(after=50)
     jobs = [Job("text", (({"type": "text", "text": "x"},),), 2)] * 50
-    asyncio.run(asyncio.wait_for(open_loop(target, jobs, rate=1e4, seed=1), 30))
+    asyncio.run(asyncio.wait_for(open_loop(target, jobs, rate=1e4, seed=1), PATIENCE))
     assert target.most == 50
 
 
@@ -99,7 +100,7 @@ def test_an_open_loop_that_is_cancelled_cancels_what_it_asked() -> None:
         with pytest.raises(asyncio.CancelledError):
             await load
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
     assert target.running == 0 and [record.outcome for record in records] == 2 * ["cut off"]
 
 

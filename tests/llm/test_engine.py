@@ -19,6 +19,7 @@ from services.llm.sampler import Sampling
 from services.llm.scheduler import Chunk, Scheduler
 from services.llm.sequence import Finish
 from tests.llm.families import Ask, Case, load_case
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llama"])
@@ -328,7 +329,7 @@ async def test_a_step_that_hangs_does_not_hold_up_the_stop(case: Case, monkeypat
 
     def hang(chunks: Sequence[Chunk], scores: Collection[str] = ()) -> StepOutput:
         hangs.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         return run(chunks, scores)
 
     monkeypatch.setattr(case.runner, "run", hang)

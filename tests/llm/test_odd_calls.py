@@ -22,6 +22,7 @@ from services.llm.logprobs import Choice
 from services.llm.sampler import TokenChooser, choose
 from services.llm.service import LlmService
 from services.models.media import Modality
+from tests.patience import PATIENCE
 from triptych.common.v1 import media_pb2, sampling_pb2
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
@@ -104,13 +105,13 @@ async def test_a_grid_that_is_not_that_of_the_rows(checkpoint_dir: Dirs, grid: t
 @pytest.mark.asyncio
 async def test_abort_ends_the_call_and_reports_it(checkpoint_dir: Dirs) -> None:
     async with running(checkpoint_dir("llama")) as client:
-        call = client.generate("long", [1, 2], max_tokens=1000, ignore_eos=True)
+        call = client.generate("long", [1, 2], max_tokens=8000, ignore_eos=True)
         events = aiter(call)
         await anext(events)
         await client.stub.Abort(llm_pb2.AbortRequest(request_id="long"))
         await client.stub.Abort(llm_pb2.AbortRequest(request_id="long"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 async for _ in events:
                     pass
         assert caught.value.code() is CODE.CANCELLED and "Abort" in str(caught.value.details())
@@ -126,7 +127,7 @@ async def test_cancelled_calls_leave_no_task_behind(checkpoint_dir: Dirs, caplog
             call = client.generate(f"c{index}", [1] * 300, max_tokens=300, ignore_eos=True)
             await asyncio.sleep(0.003 * index)
             call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while len(asyncio.all_tasks()) > before or client.service.engine.scheduler.running:
                 await asyncio.sleep(0.01)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
@@ -152,7 +153,7 @@ async def test_a_fetch_that_fails_while_it_is_cancelled_is_no_error(
         call = client.generate("odd", [5, *[image] * 4, 6], span)
         assert (await call.read()).HasField("admitted")
         call.cancel()
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), PATIENCE)
         await client.serves()
         gc.collect()  # where asyncio complains of errors that nobody looked at
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
@@ -233,5 +234,5 @@ async def test_an_engine_that_dies_says_so(checkpoint_dir: Dirs, monkeypatch: py
         monkeypatch.setattr(engine, "_died", lambda: loop.call_soon_threadsafe(died.set))
         monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
         call = client.generate("last", [1, 2])
-        await asyncio.wait_for(died.wait(), 5)
+        await asyncio.wait_for(died.wait(), PATIENCE)
         call.cancel()

@@ -17,6 +17,7 @@ from services.llm.logprobs import Choice
 from services.llm.response_streams import ResponseStreams
 from services.llm.sequence import Finish
 from tests.llm.test_service import Running, running, withheld
+from tests.patience import PATIENCE
 from triptych.common.v1 import sampling_pb2
 from triptych.llm.v1 import llm_pb2
 
@@ -91,7 +92,7 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(checkpoint_dir: Call
         async with opened(llm) as stream:
             call = llm.stub.Generate(llm.request("r", encoder=encoder, response_stream=place(7)), timeout=60)
             assert (await stream.read()).responses[0].response.HasField("admitted")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while llm.service.servicer._streams._open:
                 await asyncio.sleep(0.01)
         release.set()
@@ -133,6 +134,6 @@ async def test_requests_wait_for_a_reader_who_is_slow_and_not_for_one_who_has_go
     waiting = asyncio.create_task(streams.put(place(3), response))
     await asyncio.sleep(0)
     await reader.aclose()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, PATIENCE)
     with pytest.raises(Exception, match="no stream of this name is open"):
         await streams.put(place(4), response)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Modality
 from services.models.wire import wire_dtype
 from tests.chunks import to_chunk
+from tests.patience import PATIENCE
 from triptych.common.v1 import error_pb2, media_pb2, sampling_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
@@ -100,7 +102,7 @@ class Running:
     async def check_free(self) -> None:
         """A good request works, and everything is free again."""
         assert len(await self.tokens(self.request("good"))) == 3
-        load = await self.stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=5)
+        load = await self.stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE)
         assert (load.running_sequences, load.waiting_sequences, load.free_blocks) == (0, 0, load.total_blocks)
 
 
@@ -297,7 +299,7 @@ async def test_a_prompt_that_comes_again_is_found_and_counted(checkpoint_dir: Ca
             for name in ("first", "again")
         ]
         assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 48)
-        load = await client.stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=5)
+        load = await client.stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE)
         assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (100, 48)
         assert load.cached_blocks == 3 and load.free_blocks == load.total_blocks
         page = prometheus_client.generate_latest().decode()
@@ -343,12 +345,20 @@ async def test_a_placeholder_that_has_no_logit_is_read_penalized_and_scored(chec
 
 
 @pytest.mark.asyncio
-async def test_more_requests_than_may_be_held_are_told_to_come_back(checkpoint_dir: Callable[[str], Path]) -> None:
+async def test_more_requests_than_may_be_held_are_told_to_come_back(
+    checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(checkpoint_dir("llama"), max_requests=1) as llm:
-        long = llm.request("long", sampling=sampling_pb2.SamplingParams(max_tokens=200, ignore_eos=True))
-        call = llm.stub.Generate(long, timeout=60)
-        await anext(aiter(call))
+        runner, go_on = llm.service.engine.runner, threading.Event()
+        run = runner.run
+        monkeypatch.setattr(runner, "run", lambda *step: run(*step) if go_on.wait(PATIENCE) else None)
+        call = llm.stub.Generate(llm.request("first"))
+        reading = asyncio.create_task(anext(aiter(call)))
+        while not llm.service.servicer._active:
+            await asyncio.sleep(0)
         error = await llm.error(llm.request("second"))
+        go_on.set()
+        await reading
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and "--max-requests" in str(error.details())
         call.cancel()
         while llm.service.servicer._active:

@@ -25,6 +25,7 @@ from services.encoder.store import Done, Header, Ref, Store
 from services.llm.embeddings import RemoteItem, RowFetcher
 from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.media import Grid
+from tests.patience import PATIENCE
 
 HIDDEN, ROWS = 128, 8 * SHARED_FROM // (128 * 4)
 FEATURES = ((HIDDEN, torch.float32), (HIDDEN, torch.float32))
@@ -102,7 +103,7 @@ async def test_rows_are_read_while_others_are_being_made(checkpoint_dir: Dirs) -
         for start in range(0, ROWS, ROWS // 4):
             receiver.came.clear()
             store.append(ref.entry, [feature[start : start + ROWS // 4] for feature in features])
-            await asyncio.wait_for(receiver.came.wait(), 10)
+            await asyncio.wait_for(receiver.came.wait(), PATIENCE)
             assert receiver.item.arrived[0] == start + ROWS // 4
         store.finish(ref.entry, Done(0, 0))
         await fetching

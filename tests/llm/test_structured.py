@@ -19,6 +19,7 @@ from services.llm.sampler import Sampling, TokenChooser, choose
 from services.llm.structured import Constraint, ConstraintError, Grammar, GrammarFailure, Grammars
 from services.models.checkpoint import Checkpoint, open_checkpoint
 from services.models.registry import text_config
+from tests.patience import PATIENCE
 
 Dirs = Callable[[str], Path]
 SEEDS = 50
@@ -191,7 +192,7 @@ def test_the_latest_constraints_are_kept(checkpoint_dir: Dirs) -> None:
 def test_a_compilation_that_takes_too_long_is_refused(checkpoint_dir: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(checkpoint_dir("llama"), 1024, [991], compile_seconds=0.05)
     done, ticks = threading.Event(), 0
-    monkeypatch.setattr(grammars, "_compile", lambda constraint: done.wait(20))
+    monkeypatch.setattr(grammars, "_compile", lambda constraint: done.wait(PATIENCE))
 
     async def compile() -> None:
         nonlocal ticks
@@ -215,7 +216,7 @@ def test_masks_are_made_while_nobody_waits(checkpoint_dir: Dirs, monkeypatch: py
     allowed = grammars.allowed
 
     def slow(matcher: Any) -> torch.Tensor:
-        assert go.wait(20) and threading.current_thread() is not threading.main_thread()
+        assert go.wait(PATIENCE) and threading.current_thread() is not threading.main_thread()
         mask = allowed(matcher)
         made.set()
         return mask
@@ -224,7 +225,7 @@ def test_masks_are_made_while_nobody_waits(checkpoint_dir: Dirs, monkeypatch: py
     state.accept(Tokenizer.from_file(str(checkpoint_dir("llama") / "tokenizer.json")).token_to_id("a"))  # waits for nothing
     assert not made.is_set()
     go.set()
-    assert made.wait(20)
+    assert made.wait(PATIENCE)
     assert state.mask().any()
     grammars.close()
 

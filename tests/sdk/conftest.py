@@ -10,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf import message
 
+from tests.patience import PATIENCE
 from triptych.common.v1 import error_pb2, media_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -93,7 +94,7 @@ class FakeGateway(gateway_pb2_grpc.ChatServiceServicer):
         context.add_callback(self.cancelled.set)
         yield ADMITTED
         yield DELTAS[0]
-        self.cancelled.wait(20)
+        self.cancelled.wait(PATIENCE)
 
     def fail(
         self,
@@ -147,7 +148,7 @@ def gateway() -> Iterator[FakeGateway]:
     fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     yield fake
-    server.stop(None).wait(10)
+    server.stop(None).wait(PATIENCE)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 import grpc
 import pytest
 
+from tests.patience import PATIENCE
 from triptych import reports
 from triptych.cli import main, render
 from triptych.common.v1 import error_pb2
@@ -178,4 +179,4 @@ def test_ctrl_c_cancels_the_request(gateway):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (130, b"\n", b"")
-    assert gateway.cancelled.wait(5)
+    assert gateway.cancelled.wait(PATIENCE)

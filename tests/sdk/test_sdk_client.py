@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 import triptych
+from tests.patience import PATIENCE
 from triptych import errors
 from triptych.common.v1 import sampling_pb2, usage_pb2
 from triptych.gateway.v1 import gateway_pb2
@@ -139,7 +140,7 @@ def test_leaving_a_stream_cancels_it(gateway):
     with triptych.Client(gateway.address) as client:
         with client.stream("what?") as stream:
             assert next(stream) == "It is "
-        assert gateway.cancelled.wait(5)
+        assert gateway.cancelled.wait(PATIENCE)
 
 
 @pytest.mark.asyncio
@@ -150,7 +151,7 @@ async def test_leaving_an_async_stream_cancels_it(gateway):
             async for delta in stream:
                 assert delta == "It is "
                 break
-        assert gateway.cancelled.wait(5)
+        assert gateway.cancelled.wait(PATIENCE)
 
 
 def test_a_stream_must_be_entered(gateway):

@@ -12,6 +12,7 @@ from pdf_files import pdf_file
 from PIL import Image
 
 import triptych
+from tests.patience import PATIENCE
 from triptych import errors
 from triptych.cli import main
 from triptych.pages_base import AHEAD
@@ -71,7 +72,7 @@ def test_pages_are_taken_when_it_is_their_turn(gateway, lazy):
 
     with triptych.Client(gateway.address) as client, client.pages("What?", pages()) as answers:
         for _ in range(AHEAD):
-            assert most.acquire(timeout=10)
+            assert most.acquire(timeout=PATIENCE)
         for done, answer in enumerate(answers):
             assert taken <= done + AHEAD
             if lazy:
@@ -139,7 +140,7 @@ def test_leaving_pages_cancels_them(gateway):
     with triptych.Client(gateway.address) as client:
         with client.pages("What?", (f"{n}" for n in range(9))) as answers:
             assert next(next(answers)) == "It is "
-        assert gateway.cancelled.wait(5)
+        assert gateway.cancelled.wait(PATIENCE)
     assert len(gateway.requests) == 2  # the start and the page that was being answered
 
 

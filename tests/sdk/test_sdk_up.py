@@ -20,6 +20,7 @@ from services.encoder.config import EncoderConfig
 from services.gateway.config import GatewayConfig
 from services.gateway.profiles import PROFILES
 from services.llm.config import LlmConfig
+from tests.patience import PATIENCE
 from triptych.cli import profiles
 
 REPO = Path(__file__).parents[2]
@@ -127,7 +128,7 @@ def wait_until_dead(state: Path) -> None:
 
     waiter = threading.Thread(target=lock_all, daemon=True)
     waiter.start()
-    waiter.join(20)
+    waiter.join(PATIENCE)
     assert not waiter.is_alive()
 
 

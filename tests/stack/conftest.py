@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from scripts.local_stack import LocalStack, local_stack
+from tests.patience import PATIENCE
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
@@ -68,12 +69,12 @@ class RunningStack:
                 stack.enter_context(grpc.insecure_channel(self.serving(s)["address"])) for s in ("gateway", "encoder", "llm")
             )
             return Loads(
-                gateway_pb2_grpc.ChatServiceStub(gateway).GetLoad(gateway_pb2.GetLoadRequest(), timeout=5),
-                encoder_pb2_grpc.EncoderServiceStub(encoder).GetLoad(encoder_pb2.GetLoadRequest(), timeout=5),
-                llm_pb2_grpc.LlmServiceStub(llm).GetLoad(llm_pb2.GetLoadRequest(), timeout=5),
+                gateway_pb2_grpc.ChatServiceStub(gateway).GetLoad(gateway_pb2.GetLoadRequest(), timeout=PATIENCE),
+                encoder_pb2_grpc.EncoderServiceStub(encoder).GetLoad(encoder_pb2.GetLoadRequest(), timeout=PATIENCE),
+                llm_pb2_grpc.LlmServiceStub(llm).GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE),
             )
 
-    def wait_until(self, what: Callable[[Loads], bool], seconds: float) -> Loads:
+    def wait_until(self, what: Callable[[Loads], bool], seconds: float = PATIENCE) -> Loads:
         """Look until it is so; fails with the figures when time is up."""
         deadline = time.monotonic() + seconds
         while True:

@@ -99,7 +99,7 @@ def alone(stack: RunningStack, work: Callable[[Client], Coroutine[Any, Any, None
             await work(client)
 
     asyncio.run(run())
-    stack.wait_until(lambda loads: not loads.busy(), 5)
+    stack.wait_until(lambda loads: not loads.busy())
 
 
 def apart(one: Answer, other: Answer) -> float:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.patience import PATIENCE
 from tests.stack.conftest import RunningStack
 
 SERVICES = ("gateway", "encoder", "llm")
@@ -33,7 +34,7 @@ class Footprint:
 
 def footprint(stack: RunningStack) -> Footprint:
     """A look once handles are at rest."""
-    deadline, same, look = time.monotonic() + 10, 0, _look(stack)
+    deadline, same, look = time.monotonic() + PATIENCE, 0, _look(stack)
     while same < _LOOKS:
         assert time.monotonic() < deadline, look
         last, look = look, _look(stack)

@@ -77,4 +77,4 @@ def check_refused(result: subprocess.CompletedProcess[str], expected: list[str])
 def check_serving(stack: RunningStack) -> None:
     result = cli(stack, "ask", "hello", "--max-tokens", "1")
     assert result.returncode == 0, result.stderr
-    stack.wait_until(lambda loads: not loads.busy(), 5)
+    stack.wait_until(lambda loads: not loads.busy())

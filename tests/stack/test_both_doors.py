@@ -16,6 +16,7 @@ import pytest
 
 from services.common.errors import ServiceError
 from tests.media_files import file_bytes, picture, recording, tone
+from tests.patience import PATIENCE
 from tests.stack.conftest import RunningStack
 from tests.stack.http_cases import PARAMS, media_body, media_param, request_bodies
 from tests.stack.odd_cases import INVALID, Odd, media_cases, request_cases
@@ -143,13 +144,13 @@ async def test_openai_s_client_constrains_what_is_answered(stack: RunningStack) 
 async def test_leaving_a_stream_frees_the_stack(stack: RunningStack) -> None:
     async with openai_client(stack) as client:
         await client.chat.completions.create(model="default", messages=HI, max_tokens=1)
-        before = await asyncio.to_thread(stack.wait_until, lambda loads: not loads.busy(), 5)
-        options: Any = {"max_tokens": 2000, "stream": True, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+        before = await asyncio.to_thread(stack.wait_until, lambda loads: not loads.busy())
+        options: Any = {"max_tokens": 30000, "stream": True, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
         stream = await client.chat.completions.create(model="default", messages=HI, **options)
         await anext(aiter(stream))
         assert stack.loads().llm.running_sequences == 1
         await stream.close()
-        await asyncio.to_thread(stack.wait_until, lambda loads: not loads.busy() and loads.tasks() <= before.tasks(), 1.0)
+        await asyncio.to_thread(stack.wait_until, lambda loads: not loads.busy() and loads.tasks() <= before.tasks())
 
 
 def test_sixteen_bodies_at_once_beside_good_ones(stack: RunningStack) -> None:
@@ -171,7 +172,7 @@ def test_sixteen_bodies_at_once_beside_good_ones(stack: RunningStack) -> None:
                     group.create_task(one(name))
 
     asyncio.run(work())
-    stack.wait_until(lambda loads: not loads.busy(), 5)
+    stack.wait_until(lambda loads: not loads.busy())
 
 
 def test_every_event_of_both_doors_is_logged_without_what_was_said(stack: RunningStack) -> None:
@@ -226,7 +227,7 @@ def test_both_doors_estimate_alike_what_is_left_to_compute(stack: RunningStack) 
             whole = await estimate()
             assert whole.cost.prefill_tokens > 2 * whole.prompt_tokens // 3  # others may have begun like it
             before = (await grpc_client.ask(request)).done.usage.prompt_tokens_details
-            async with asyncio.timeout(10):  # until a poll has shown that the language model looks prompts up
+            async with asyncio.timeout(PATIENCE):  # until a poll has shown that the language model looks prompts up
                 while (again := await estimate()).cost.prefill_tokens >= 32:
                     pass
             assert again.prompt_tokens == whole.prompt_tokens and again.cost.kv_blocks == whole.cost.kv_blocks
@@ -235,7 +236,7 @@ def test_both_doors_estimate_alike_what_is_left_to_compute(stack: RunningStack) 
             assert again.expected_wait_seconds == 0
 
     asyncio.run(work())
-    loads = stack.wait_until(lambda loads: not loads.busy(), 5)
+    loads = stack.wait_until(lambda loads: not loads.busy())
     assert loads.gateway.reserved == gateway_pb2.Cost()
 
 

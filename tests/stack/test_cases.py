@@ -112,7 +112,7 @@ def test_twins_are_never_taken_for_each_other(group: str, stack: RunningStack) -
     async def work(client: Client) -> None:
         for filler in fillers:
             await client.ask(filler)
-        before = (await asyncio.to_thread(stack.wait_until, lambda loads: not loads.busy(), 5)).encoder
+        before = (await asyncio.to_thread(stack.wait_until, lambda loads: not loads.busy())).encoder
         for request in asked:
             await client.ask(request)
         after = stack.loads().encoder
@@ -167,7 +167,7 @@ def test_sixteen_at_once_beside_good_ones_leave_nothing_behind(stack: RunningSta
 
     def after_a_round() -> Footprint:
         asyncio.run(round_of())
-        stack.wait_until(lambda loads: not loads.busy() and not loads.llm.seconds_since_step, 30)
+        stack.wait_until(lambda loads: not loads.busy() and not loads.llm.seconds_since_step)
         return footprint(stack)
 
     after_a_round()  # threads, connections and allocators are warm from here on
@@ -182,7 +182,7 @@ def test_sixteen_at_once_beside_good_ones_leave_nothing_behind(stack: RunningSta
     assert after.handles == before.handles
     assert sum(after.blocks.values()) <= stack.loads().encoder.cached_items
     assert not grown(before, after)
-    stack.wait_until(lambda loads: all(now <= then for now, then in zip(loads.tasks(), tasks, strict=True)), 30)
+    stack.wait_until(lambda loads: all(now <= then for now, then in zip(loads.tasks(), tasks, strict=True)))
     assert stack.loads().encoder.cached_bytes <= CACHE_BYTES
     for service in SERVICES:
         events = stack.events(service)

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import triptych
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("encoder", "llm", "gateway")
@@ -79,7 +80,7 @@ def test_the_stack_of_the_compose_file_answers() -> None:
             assert health.status == 200
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE) == 0
     finally:
         for process in processes:
             process.kill()

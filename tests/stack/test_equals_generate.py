@@ -93,7 +93,7 @@ async def test_sixteen_at_once(asked: tuple[RunningStack, list[tuple[Ask, Answer
         results = await asyncio.gather(*(limited(stack.tokens(chat_request(ask))) for ask, _ in pairs))
     for (ask, answer), result in zip(pairs, results, strict=True):
         check(ask, answer, *result)
-    loads = stack.wait_until(lambda loads: not loads.busy(), 5)
+    loads = stack.wait_until(lambda loads: not loads.busy())
     assert loads.llm.largest_batch > 1, "requests were not batched"
 
 
@@ -147,4 +147,4 @@ async def test_every_family_that_sees_or_hears(asked_little: tuple[RunningStack,
     results = await asyncio.gather(*(limited(stack.tokens(chat_request(ask))) for ask, _ in pairs))
     for (ask, answer), result in zip(pairs, results, strict=True):
         check(ask, answer, *result)
-    stack.wait_until(lambda loads: not loads.busy(), 5)
+    stack.wait_until(lambda loads: not loads.busy())

@@ -13,13 +13,22 @@ import pytest
 
 from scripts.local_fleet import LocalFleet, local_fleet
 from tests.media_files import file_bytes, picture
+from tests.patience import PATIENCE
 from tests.stack.odd_cases import asking, image, text
 from triptych.common.v1 import sampling_pb2
 from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
-LONG = sampling_pb2.SamplingParams(max_tokens=400, min_tokens=400, temperature=0.8, seed=11, repetition_penalty=1.1)
+LENGTH, COMPARED = 3000, 400  # tokens of an answer that has not ended when something happens to it
+
+
+def long_answer(length: int = LENGTH) -> gateway_pb2.ChatRequest:
+    """What is drawn first does not depend on how much is drawn after it."""
+    request = about(1)
+    request.sampling.CopyFrom(sampling_pb2.SamplingParams(temperature=0.8, seed=11, repetition_penalty=1.1))
+    request.sampling.max_tokens = request.sampling.min_tokens = length
+    return request
 
 
 def about(seed: int, max_tokens: int = 4) -> gateway_pb2.ChatRequest:
@@ -46,12 +55,14 @@ class Watched:
 
     async def encoded(self) -> dict[str, int]:
         """Items that each encoder has encoded."""
-        loads = await asyncio.gather(*(stub.GetLoad(encoder_pb2.GetLoadRequest(), timeout=5) for stub in self.encoders.values()))
+        loads = await asyncio.gather(
+            *(stub.GetLoad(encoder_pb2.GetLoadRequest(), timeout=PATIENCE) for stub in self.encoders.values())
+        )
         return {address: load.encoded_items for address, load in zip(self.encoders, loads, strict=True)}
 
     async def busy_llm(self) -> str:
         """The language model that has a sequence."""
-        loads = await asyncio.gather(*(stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=5) for stub in self.llms.values()))
+        loads = await asyncio.gather(*(stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE) for stub in self.llms.values()))
         [busy] = [address for address, load in zip(self.llms, loads, strict=True) if load.running_sequences]
         return busy
 
@@ -70,18 +81,18 @@ class Watched:
                 request = asking(text(f"{number} is a number"))
                 request.sampling.max_tokens = 2
                 await self.tokens(request)
-                load = await self.llms[address].GetLoad(llm_pb2.GetLoadRequest(), timeout=5)
+                load = await self.llms[address].GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE)
                 if load.steps:
                     return
         raise AssertionError(f"the {kind} at {address} gets nothing")
 
     async def idle(self) -> None:
         """Wait until nobody holds anything."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while True:
-                load = await self.chat.GetLoad(gateway_pb2.GetLoadRequest(), timeout=5)
+                load = await self.chat.GetLoad(gateway_pb2.GetLoadRequest(), timeout=PATIENCE)
                 refs = [
-                    (await self.encoders[a].GetLoad(encoder_pb2.GetLoadRequest(), timeout=5)).refs
+                    (await self.encoders[a].GetLoad(encoder_pb2.GetLoadRequest(), timeout=PATIENCE)).refs
                     for a, child in self.fleet.members["encoder"].items()
                     if child.returncode is None
                 ]
@@ -132,27 +143,23 @@ async def an_encoder_is_killed_under_load(w: Watched, victim: str) -> None:
 
 async def a_language_model_is_killed_in_the_middle(w: Watched) -> str:
     """Returns its address."""
-    request = about(1)
-    request.sampling.CopyFrom(LONG)
-    undisturbed = await w.tokens(request)
-    call, tokens, victim = w.chat.Chat(request, timeout=60), [], ""
+    undisturbed = await w.tokens(long_answer(COMPARED))
+    call, tokens, victim = w.chat.Chat(long_answer(), timeout=120), [], ""
     async for event in call:
         tokens += event.delta.token_ids
         if len(tokens) >= 20 and not victim:
             victim = await w.busy_llm()
             w.fleet.members["llm"][victim].kill()
             killed_at = len(tokens)
-    assert event.done.last and event.done.usage.completion_tokens == 400 > killed_at
-    assert tokens == undisturbed
+    assert event.done.last and event.done.usage.completion_tokens == LENGTH > killed_at
+    assert len(tokens) == LENGTH and tokens[:COMPARED] == undisturbed
     assert await w.ends("llm", victim) < 0
     return victim
 
 
 async def one_of_each_is_drained(w: Watched) -> None:
-    request = about(1)
-    request.sampling.CopyFrom(LONG)
-    undisturbed = await w.tokens(request)
-    call = w.chat.Chat(request, timeout=60)
+    undisturbed = await w.tokens(long_answer(COMPARED))
+    call = w.chat.Chat(long_answer(), timeout=120)
     tokens: list[int] = []
     llm = encoder = ""
     more: list[asyncio.Task[list[int]]] = []
@@ -163,7 +170,7 @@ async def one_of_each_is_drained(w: Watched) -> None:
             w.fleet.members["llm"][llm].terminate()
             w.fleet.members["encoder"][encoder].terminate()
             more = [asyncio.create_task(w.tokens(about(seed))) for seed in range(200, 212)]
-    assert tokens == undisturbed
+    assert len(tokens) == LENGTH and tokens[:COMPARED] == undisturbed
     assert all(len(answer) == 4 for answer in await asyncio.gather(*more))
     assert [await w.ends("llm", llm), await w.ends("encoder", encoder)] == [0, 0]
 

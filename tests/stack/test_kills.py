@@ -17,6 +17,7 @@ import triptych
 from services.common.errors import ServiceError
 from services.models.audio_lengths import RATE
 from tests.media_files import file_bytes, picture, recording, tone, video
+from tests.patience import PATIENCE
 from tests.stack.conftest import RunningStack
 from tests.stack.odd_cases import OK, Odd, asking, image, media_cases, text
 from tests.stack.odd_client import Client, client_of
@@ -93,11 +94,11 @@ def test_killed_workers_and_bombs_disturb_nobody_else(start_stack: Callable[[str
 
     with triptych.Client(stack.address) as client:  # connections between the services exist from here on
         client.chat([triptych.image(file_bytes(picture(60, 60))), "hello"], max_tokens=1)
-    stack.wait_until(lambda loads: not loads.busy(), 5)
+    stack.wait_until(lambda loads: not loads.busy())
     before = footprint(stack)
     asyncio.run(traffic())
-    tasks = stack.wait_until(lambda loads: not loads.busy(), 60).tasks()
-    deadline = time.monotonic() + 30
+    tasks = stack.wait_until(lambda loads: not loads.busy()).tasks()
+    deadline = time.monotonic() + PATIENCE
     while [len(workers_of(pids[service])) for service in SERVICES] != [2, 2, 0]:
         assert time.monotonic() < deadline, "a killed worker is not replaced"
     assert outcomes["killed"] >= ASKED // KILL_EVERY - 2 and outcomes["refused"] > 10, outcomes
@@ -105,7 +106,7 @@ def test_killed_workers_and_bombs_disturb_nobody_else(start_stack: Callable[[str
     after = footprint(stack)
     assert after.handles == before.handles
     assert all(after.workers[service] != before.workers[service] for service in ("gateway", "encoder"))
-    stack.wait_until(lambda loads: not loads.busy() and loads.tasks() <= tasks, 30)
+    stack.wait_until(lambda loads: not loads.busy() and loads.tasks() <= tasks)
     for service in SERVICES:
         events = stack.events(service)[logged[service] :]
         errors = {event["event"] for event in events if event["level"] == "error"}

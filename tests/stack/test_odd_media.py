@@ -181,7 +181,7 @@ def test_alone_and_beside_good_ones(start_stack: Callable[[str], RunningStack]) 
             await asyncio.gather(*(gated(call) for odd in ODD for call in (check(client, odd), ask_good())))
 
     asyncio.run(one_by_one_then_at_once())
-    stack.wait_until(lambda loads: not loads.busy(), 5)
+    stack.wait_until(lambda loads: not loads.busy())
     for service in SERVICES:
         events = stack.events(service)[logged[service] :]
         assert not [e for e in events if e["level"] == "error" or e.get("reason") == "ESTIMATE_MISMATCH"]

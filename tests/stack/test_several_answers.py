@@ -28,4 +28,4 @@ def test_answers_side_by_side_and_how_likely_their_tokens_were(start_stack: Call
         told = client.chat("say", max_tokens=32, n=1, temperature=1.5, seed=2, logprobs=0)
         spoken = [t for t in told.choices[0].logprobs if not t.token.startswith("<|")]  # special tokens are spelled, and no text
         assert b"".join(t.bytes for t in spoken).decode(errors="replace") == told.text and not any(t.top for t in spoken)
-    stack.wait_until(lambda loads: not loads.busy(), 5)
+    stack.wait_until(lambda loads: not loads.busy())
