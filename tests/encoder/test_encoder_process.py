@@ -115,6 +115,6 @@ def workers_of(pid: int) -> list[int]:
 )
 def test_what_cannot_run_ends_with_one_clear_line(arguments: list[str], text: str, code: int) -> None:
     process = command(*arguments)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert text in errors and "Traceback" not in errors

@@ -177,6 +177,6 @@ def test_ctrl_c_cancels_the_request(gateway):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert os.read(process.stdout.fileno(), 100) == b"It is "  # streamed before the answer is complete
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (130, b"\n", b"")
     assert gateway.cancelled.wait(PATIENCE)

@@ -140,7 +140,7 @@ def test_up_starts_says_ready_and_drains(up, tmp_path):
     assert (http_host, http_port) == ("127.0.0.1", "8123")
     socket.create_connection((host, int(port)), timeout=5).close()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the services must not see it
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (0, "")
     assert (tmp_path / "order").read_text().split() == ["gateway", "llm", "encoder", "encoder"]
     assert "starting encoder-1 ..." in err and "gateway ready at 127.0.0.1:" in err and "draining" in err
@@ -169,14 +169,14 @@ def test_a_port_that_cannot_be_had_is_told_before_anything_starts(up, tmp_path, 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 70000):
             process = up(flag, str(port))
-            assert process.communicate(timeout=30)[1].splitlines()[-1].endswith(f"choose another {flag}")
+            assert process.communicate(timeout=PATIENCE)[1].splitlines()[-1].endswith(f"choose another {flag}")
             assert process.returncode == 1
     assert not (tmp_path / "argv").exists()
 
 
 def test_a_log_dir_that_cannot_be_made_is_one_line(up, tmp_path):
     process = up("--log-dir", "/proc/none")
-    assert process.communicate(timeout=30)[1].startswith("triptych: error: --log-dir: cannot make /proc/none: ")
+    assert process.communicate(timeout=PATIENCE)[1].startswith("triptych: error: --log-dir: cannot make /proc/none: ")
     assert process.returncode == 1
 
 
@@ -184,7 +184,7 @@ def test_a_profile_reaches_every_service_as_flags_that_it_knows(up, tmp_path):
     process = up("--profile", "video")
     assert process.stdout.readline().startswith("ready")
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     calls = [json.loads(line) for line in (tmp_path / "argv").read_text().splitlines()]
     argv = {name: rest for name, *rest in calls}
     assert argv["gateway"][-2:] == ["--profile", "video"]
@@ -199,7 +199,7 @@ def test_sigterm_drains_too_and_verbose_shows_logs(up, tmp_path):
     process = up("--verbose")
     assert process.stdout.readline().startswith("ready grpc=127.0.0.1:")
     process.terminate()
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert '[llm] {"level": "info", "event": "serving"' in err
     assert (tmp_path / "order").read_text().split() == ["gateway", "llm", "encoder"]
@@ -208,7 +208,7 @@ def test_sigterm_drains_too_and_verbose_shows_logs(up, tmp_path):
 @pytest.mark.parametrize("name", ["encoder", "llm", "gateway"])
 def test_a_crash_at_start_is_reported(up, tmp_path, name):
     process = up(FAKE_CRASH=name)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (1, "")
     assert f'[{name}] {{"level": "error", "event": "no such checkpoint"}}' in err and "loading" not in err
     error = f"triptych: error: {name} exited with code 3 before the stack was ready (log: {tmp_path}/logs/{name}.log)"
@@ -221,7 +221,7 @@ def test_a_later_death_stops_the_rest(up, tmp_path):
     process.stdout.readline()
     (alive,) = tmp_path.glob("llm-*.alive")
     os.kill(int(alive.stem.removeprefix("llm-")), signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "triptych: error: llm was killed by SIGKILL (log: " in err
     assert (tmp_path / "order").read_text().split() == ["gateway", "encoder"]
@@ -233,7 +233,7 @@ def test_a_second_signal_kills(up, tmp_path):
     process.send_signal(signal.SIGINT)
     read_until(process.stderr, "draining")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1 and "gateway was killed by SIGKILL" in err
     wait_until_dead(tmp_path)
 
@@ -242,7 +242,7 @@ def test_interrupted_before_it_is_ready(up, tmp_path):
     process = up("--verbose", FAKE_STUCK="llm")
     read_until(process.stderr, "stuck")
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (130, "")
     wait_until_dead(tmp_path)
 
@@ -265,6 +265,6 @@ def test_without_services_it_says_what_to_install(tmp_path):
         "from triptych.cli import main; sys.exit(main(['up']))",
     ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     expected = "triptych: error: not installed: services, uvloop, torch; run pip install 'triptych[all]'\n"
     assert (done.returncode, done.stderr) == (1, expected)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.reference import asks
 from tests.stack.conftest import RunningStack
 
 
 def cli(stack: RunningStack, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "triptych", *words, "--address", stack.address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")

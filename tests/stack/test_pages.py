@@ -11,6 +11,7 @@ import pytest
 
 import triptych
 from scripts.local_stack import local_stack
+from tests.patience import PATIENCE
 from tests.sdk.pdf_files import pdf_file
 from tests.stack.conftest import RunningStack
 
@@ -76,7 +77,7 @@ def test_the_command_asks_of_a_pdf(stack: RunningStack, tmp_path: Path) -> None:
     path = tmp_path / "colors.pdf"
     path.write_bytes(pdf_file(COLORS, size=(144, 144)))
     command = [sys.executable, "-m", "triptych", "ask", QUESTION, "--pages", str(path), "--address", stack.address]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert asked.returncode == 0, asked.stderr
     lines = asked.stdout.splitlines()
     assert lines[::2] == [f"== {path}, page 1 (1 of 2)", f"== {path}, page 2 (2 of 2)"] and all(lines[1::2])

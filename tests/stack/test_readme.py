@@ -20,6 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from scripts.local_stack import LocalStack, local_stack
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -61,7 +62,7 @@ def test_shell(command: str, stack: LocalStack) -> None:
 def test_grpcurl(command: str, stack: LocalStack) -> None:
     """grpcurl itself where it is installed; else what it does: reflection, then a call with JSON in and out."""
     if shutil.which("grpcurl"):
-        result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=PATIENCE)
         assert result.returncode == 0, result.stderr
         output = result.stdout
     else:

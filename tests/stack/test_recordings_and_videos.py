@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.media_files import DATA
+from tests.patience import PATIENCE
 from tests.stack.conftest import RunningStack
 
 MEDIA = DATA / "media"
@@ -24,7 +25,7 @@ def stack(start_stack: Callable[[str], RunningStack]) -> RunningStack:
 
 def cli(stack: RunningStack, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "triptych", *words, "--address", stack.address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_an_answer_costs_what_was_estimated(stack: RunningStack) -> None:
