@@ -20,7 +20,7 @@ from triptych.encoder.v1 import encoder_pb2, encoder_pb2_grpc
 from triptych.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from triptych.llm.v1 import llm_pb2, llm_pb2_grpc
 
-LENGTH, COMPARED = 3000, 400  # tokens of an answer that has not ended when something happens to it
+LENGTH, COMPARED = 1500, 400  # tokens of an answer that has not ended when something happens to it
 
 
 def long_answer(length: int = LENGTH) -> gateway_pb2.ChatRequest:
