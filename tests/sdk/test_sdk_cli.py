@@ -171,10 +171,15 @@ def test_help_has_examples(capsys, command):
     assert exit.value.code == 0 and f"  triptych {command}" in capsys.readouterr().out
 
 
+def heed_ctrl_c():
+    """A shell starts what is to run in the background with it ignored, and so would the child."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_cancels_the_request(gateway):
     gateway.script = gateway.wait_for_cancel
     command = [sys.executable, "-m", "triptych", "ask", "what?", "--address", gateway.address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c) as process:
         assert os.read(process.stdout.fileno(), 100) == b"It is "  # streamed before the answer is complete
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE)
