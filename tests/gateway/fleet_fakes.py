@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from gateway_fakes import Context, FakeEncoder, FakeLlm, FakeReadiness, served, served_encoder, until
+from gateway_fakes import Context, FakeEncoder, FakeLlm, FakeReadiness, all_ready, served, served_encoder, until
 
 from services.common.errors import ServiceError
 from services.gateway.config import GatewayConfig
@@ -158,6 +158,7 @@ async def fleet(
         await service.start(readiness, address)  # type: ignore[arg-type]
         exits.push_async_callback(service.stop)
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
+        await all_ready(service)
         yield Fleet(
             service, gateway_pb2_grpc.ChatServiceStub(channel), dict(zip(encoder_addresses, fakes, strict=True)),
             dict(zip(llm_addresses, speakers, strict=True)), readiness,

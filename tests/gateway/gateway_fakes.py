@@ -200,7 +200,14 @@ async def stack(checkpoint: Path, *, with_encoder: bool = True, **options: Any) 
         exits.push_async_callback(service.stop)
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub = gateway_pb2_grpc.ChatServiceStub(channel)
+        await all_ready(service)
         yield Stack(service, stub, encoder, llm, address, llm_address, encoder_address, readiness)
+
+
+async def all_ready(service: GatewayService) -> None:
+    """Until every server has answered a poll: the first, unless the machine stood still."""
+    backends = service.backends
+    await until(lambda: all(server.ready for server in (*backends.encoders, *backends.llms.values())) and backends.ready)
 
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:

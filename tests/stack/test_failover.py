@@ -61,10 +61,28 @@ class Watched:
         return {address: load.encoded_items for address, load in zip(self.encoders, loads, strict=True)}
 
     async def busy_llm(self) -> str:
-        """The language model that has a sequence."""
+        """The language model that has a sequence; none if an answer has ended meanwhile."""
         loads = await asyncio.gather(*(stub.GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE) for stub in self.llms.values()))
-        [busy] = [address for address, load in zip(self.llms, loads, strict=True) if load.running_sequences]
-        return busy
+        busy = [address for address, load in zip(self.llms, loads, strict=True) if load.running_sequences]
+        assert len(busy) <= 1
+        return busy[0] if busy else ""
+
+    async def in_the_middle(self, happens: Callable[[str], None]) -> str:
+        """Let something happen to the language model that gives a long answer, which goes on; returns its address."""
+        undisturbed = await self.tokens(long_answer(COMPARED))
+        for _ in range(5):
+            tokens, at, llm = list[int](), 0, ""
+            async for event in self.chat.Chat(long_answer(), timeout=120):
+                tokens += event.delta.token_ids
+                if len(tokens) >= 20 and not at:
+                    at, llm = len(tokens), await self.busy_llm()
+                    if llm:
+                        happens(llm)
+            assert event.done.last and event.done.usage.completion_tokens == len(tokens) == LENGTH > at
+            assert tokens[:COMPARED] == undisturbed
+            if llm:
+                return llm
+        raise AssertionError("every time the answer had ended before this process looked")
 
     async def ends(self, kind: str, address: str) -> int:
         """Exit code of a process that is about to end."""
@@ -143,34 +161,21 @@ async def an_encoder_is_killed_under_load(w: Watched, victim: str) -> None:
 
 async def a_language_model_is_killed_in_the_middle(w: Watched) -> str:
     """Returns its address."""
-    undisturbed = await w.tokens(long_answer(COMPARED))
-    call, tokens, victim = w.chat.Chat(long_answer(), timeout=120), [], ""
-    async for event in call:
-        tokens += event.delta.token_ids
-        if len(tokens) >= 20 and not victim:
-            victim = await w.busy_llm()
-            w.fleet.members["llm"][victim].kill()
-            killed_at = len(tokens)
-    assert event.done.last and event.done.usage.completion_tokens == LENGTH > killed_at
-    assert len(tokens) == LENGTH and tokens[:COMPARED] == undisturbed
+    victim = await w.in_the_middle(lambda llm: w.fleet.members["llm"][llm].kill())
     assert await w.ends("llm", victim) < 0
     return victim
 
 
 async def one_of_each_is_drained(w: Watched) -> None:
-    undisturbed = await w.tokens(long_answer(COMPARED))
-    call = w.chat.Chat(long_answer(), timeout=120)
-    tokens: list[int] = []
-    llm = encoder = ""
+    encoder = next(iter(w.encoders))
     more: list[asyncio.Task[list[int]]] = []
-    async for event in call:
-        tokens += event.delta.token_ids
-        if tokens and not llm:
-            llm, encoder = await w.busy_llm(), next(iter(w.encoders))
-            w.fleet.members["llm"][llm].terminate()
-            w.fleet.members["encoder"][encoder].terminate()
-            more = [asyncio.create_task(w.tokens(about(seed))) for seed in range(200, 212)]
-    assert len(tokens) == LENGTH and tokens[:COMPARED] == undisturbed
+
+    def drain(llm: str) -> None:
+        w.fleet.members["llm"][llm].terminate()
+        w.fleet.members["encoder"][encoder].terminate()
+        more.extend(asyncio.create_task(w.tokens(about(seed))) for seed in range(200, 212))
+
+    llm = await w.in_the_middle(drain)
     assert all(len(answer) == 4 for answer in await asyncio.gather(*more))
     assert [await w.ends("llm", llm), await w.ends("encoder", encoder)] == [0, 0]
 
