@@ -211,7 +211,7 @@ async def test_the_deadline_reaches_everyone(qwen: Path) -> None:
     async with stack(qwen) as s:
         s.llm.gate.clear()
         with refused(CODE.DEADLINE_EXCEEDED):
-            await answer(s, ask("x", picture()), timeout=0.6)
+            await answer(s, ask("x", picture()), timeout=2)
         await until(lambda: s.llm.cancelled == 1)
         await s.idle()
 

@@ -343,7 +343,7 @@ async def test_the_call_s_deadline_is_every_page_s(qwen: Path) -> None:
     async with stack(qwen) as s:
         s.llm.gate.clear()
         with refused(CODE.DEADLINE_EXCEEDED):
-            await pages_of(s, iter([start(), page("x"), page("y")]), timeout=0.6)
+            await pages_of(s, iter([start(), page("x"), page("y")]), timeout=2)
         await until(lambda: s.llm.cancelled == 2)
         await s.idle()
 
