@@ -6,7 +6,6 @@ import asyncio
 import shutil
 import ssl
 import subprocess
-import time
 from pathlib import Path
 
 import grpc
@@ -133,14 +132,13 @@ async def test_a_server_that_drips_is_given_up_and_holds_up_nobody() -> None:
         await gone.wait()
 
     async with site(drip=drip, silent=silent, a_png=page(PNG)) as web:
-        fetching = fetcher(web, media_fetch_seconds=0.3)
+        fetching = fetcher(web, media_fetch_seconds=2)
         slow = asyncio.create_task(get(fetching, web.url("/drip")))
         assert await get(fetching, web.url("/a.png")) == [PNG]
         assert not slow.done()
-        started = time.monotonic()
         with refused(grpc.StatusCode.DEADLINE_EXCEEDED, "too slow") as errors:
             await slow
-        assert (errors[0].reason, errors[0].field) == ("URL_TIMEOUT", FIELD) and time.monotonic() - started < 2
+        assert (errors[0].reason, errors[0].field) == ("URL_TIMEOUT", FIELD)
         await asyncio.wait_for(gone.wait(), PATIENCE)
         gone.clear()
         with refused(grpc.StatusCode.DEADLINE_EXCEEDED, "too slow"):
