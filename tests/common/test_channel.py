@@ -91,7 +91,7 @@ async def test_a_peer_that_falls_silent_is_found_out_and_one_that_only_waits_is_
             since = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError) as lost:
                 await asyncio.wait_for(call.read(), PATIENCE)
-            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() - since < 3
+            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() - since < 20  # not gRPC's minute
     finally:
         hop.close()
         await server.stop(0)
