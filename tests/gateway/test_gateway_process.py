@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -53,12 +54,13 @@ async def test_serves_and_stops(checkpoint_dir: Directory) -> None:
             sys.executable, "-m", "services.gateway", *flags, cwd=ROOT, stderr=asyncio.subprocess.PIPE
         )
         assert process.stderr is not None
-        lines = []
+        said: dict[str, Any] = {}
         try:
-            async with asyncio.timeout(60):
-                while (line := json.loads(await process.stderr.readline()))["event"] != "serving":
-                    lines.append(line)
-            async with grpc.aio.insecure_channel(line["address"]) as channel:
+            async with asyncio.timeout(PATIENCE):
+                while not {"serving", "ready", "encoder ready"} <= said.keys():
+                    line = json.loads(await process.stderr.readline())
+                    said[line["event"]] = line
+            async with grpc.aio.insecure_channel(said["serving"]["address"]) as channel:
                 health = health_pb2_grpc.HealthStub(channel)
                 for service in ("", "triptych.gateway.v1.ChatService"):
                     reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
