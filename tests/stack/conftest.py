@@ -63,6 +63,12 @@ class RunningStack:
         """Its "serving" line: address and pid."""
         return next(e for e in self.events(service) if e["event"] == "serving")
 
+    def wait_until_encoder_is_known(self) -> None:
+        """Its gateway answers text before it has heard of its encoder: for a moment, or longer where the machine stands still."""
+        deadline = time.monotonic() + PATIENCE
+        while not any(e["event"] == "encoder ready" for e in self.events("gateway")):
+            assert time.monotonic() < deadline, "the gateway has not heard of its encoder"
+
     def loads(self) -> Loads:
         with ExitStack() as stack:
             gateway, encoder, llm = (
@@ -118,6 +124,7 @@ def start_stack(
                 model = str(checkpoint_dir(family))
                 stack = stacks.enter_context(local_stack("--model", model, "--dtype", "float32", log_dir=logs, quiet=True))
                 running[family] = RunningStack(stack, logs)
+                running[family].wait_until_encoder_is_known()
             assert running[family].stack.process.poll() is None, f"an earlier test ended the stack; see {running[family].log_dir}"
             return running[family]
 
