@@ -97,9 +97,9 @@ class Client:
     async def load(self) -> encoder_pb2.GetLoadResponse:
         return await self.stub.GetLoad(encoder_pb2.GetLoadRequest())
 
-    async def wait_until(self, condition: Any, seconds: float = PATIENCE) -> encoder_pb2.GetLoadResponse:
+    async def wait_until(self, condition: Any) -> encoder_pb2.GetLoadResponse:
         """The first load for which the condition holds."""
-        for _ in range(int(seconds / 0.02)):
+        for _ in range(int(PATIENCE / 0.02)):
             load = await self.load()
             if condition(load):
                 return load
@@ -133,7 +133,7 @@ class FakeReadiness:
 @asynccontextmanager
 async def running(model: Path | str, **options: Any) -> AsyncIterator[Client]:
     """A started encoder; the store's totals are checked at the end."""
-    config = EncoderConfig(model=str(model), **{"device": "cpu", "lease_seconds": 30.0, **options})
+    config = EncoderConfig(model=str(model), **{"device": "cpu", **options})
     service = EncoderService(config)
     server = grpc.aio.server(interceptors=[ServiceInterceptor()], options=SERVER_OPTIONS)
     service.register(server)

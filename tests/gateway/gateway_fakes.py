@@ -210,8 +210,8 @@ async def all_ready(service: GatewayService) -> None:
     await until(lambda: all(server.ready for server in (*backends.encoders, *backends.llms.values())) and backends.ready)
 
 
-async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    async with asyncio.timeout(seconds):
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.01)
 

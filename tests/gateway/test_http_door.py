@@ -343,7 +343,7 @@ async def test_a_caller_that_may_not_is_refused_before_its_body_is_read(llava: P
         s.service._servicer.ListModels = nobody  # type: ignore[method-assign]
         for path, route in s.service.http._door._routes.items():  # type: ignore[union-attr]
             body = {"json": {"messages": HI}} if route.method == "POST" else {}
-            await until(lambda: s.service.backends.ready, 30)  # on a busy machine a backend may seem away for a moment
+            await until(lambda: s.service.backends.ready)  # on a busy machine a backend may seem away for a moment
             reply = await http.request(route.method, path, **body)
             if path in ("/", "/health"):
                 assert reply.status_code == 200
@@ -369,7 +369,7 @@ async def test_a_client_that_stops_sending_or_reading_is_let_go(llava: Path, mon
             slow.connect((host, int(port)))
             slow.sendall(request_bytes({"messages": HI, "stream": True, "return_token_ids": True}))
             await until(lambda: s.service.ledger.running == 1)
-            await until(lambda: s.service.ledger.running == 0, 30)
+            await until(lambda: s.service.ledger.running == 0)
         assert (await s.load()).finished_requests == 0
         await s.idle()
 

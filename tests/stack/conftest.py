@@ -80,14 +80,14 @@ class RunningStack:
                 llm_pb2_grpc.LlmServiceStub(llm).GetLoad(llm_pb2.GetLoadRequest(), timeout=PATIENCE),
             )
 
-    def wait_until(self, what: Callable[[Loads], bool], seconds: float = PATIENCE) -> Loads:
+    def wait_until(self, what: Callable[[Loads], bool]) -> Loads:
         """Look until it is so; fails with the figures when time is up."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while True:
             loads = self.loads()
             if what(loads):
                 return loads
-            assert time.monotonic() < deadline, f"still busy after {seconds} s: {loads.busy()}, tasks {loads.tasks()}"
+            assert time.monotonic() < deadline, f"still busy after {PATIENCE:g} s: {loads.busy()}, tasks {loads.tasks()}"
 
     async def tokens(self, request: gateway_pb2.ChatRequest) -> tuple[list[int], list[gateway_pb2.ChatResponse]]:
         """Every token of an answer, and the whole stream."""
